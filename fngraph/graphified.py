@@ -23,6 +23,7 @@ from fngraph.fx.arguments import Arguments, abstract_arguments
 from fngraph.fx.leaves import Role
 from fngraph.fx.signatures import Names, as_static, signature
 from fngraph.fx.tracing.ambient import check_no_transform
+from fngraph.fx.tracing.bare import is_bare
 from fngraph.fx.tracing.purity import is_tracing
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.options import (
@@ -149,12 +150,13 @@ class Graphified(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """`forward`'s own signature and meaning; donated arguments are updated in place.
 
-        Inside of another graphified function it is `forward` itself, and traced as a part of it.
+        Inside of another graphified function it is `forward` itself, and traced as a part of it;
+        so it is where that one runs bare, for `verify=` and `fg.bisect`.
 
         Raises:
             FnGraphError: see the classes in `fngraph.errors`.
         """
-        if is_tracing():
+        if is_tracing() or is_bare():
             return self.signature.fn(*args, **kwargs)
         check_no_transform()
         values = self._values(args, kwargs)

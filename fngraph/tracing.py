@@ -7,7 +7,6 @@ rows, checks it, runs passes over it, and settles its donation.
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,8 +49,8 @@ from fngraph.options import Options
 from fngraph.passes.running.everywhere import run_passes
 from fngraph.passes.running.frame import Applied
 from fngraph.stages import Traced
+from fngraph.torch_facts.tracing import ONE_AT_A_TIME
 
-_ONE_AT_A_TIME = threading.RLock()  # a trace changes functions of torch that all threads call
 Look = Callable[[Arguments, Limits, Graph, Mapping[Any, Any]], None]
 """What is shown a graph and the facts of its rows."""
 
@@ -72,7 +71,7 @@ def trace_function(
     refuse = refuse or Refusals()
     refuse.own_names = lambda text: in_own_names(text, args.leaves, args.signature)
     try:
-        with _ONE_AT_A_TIME, without_collector():
+        with ONE_AT_A_TIME, without_collector():
             return _traced(args, options, limits, refuse, look)
     except FnGraphError as error:
         refuse.let_go()

@@ -15,7 +15,7 @@ import torch
 import fngraph as fg
 from benchmarks import harness, launch
 from benchmarks.decode.models import MODELS
-from benchmarks.launch import beside, kernels, programs
+from benchmarks.launch import beside, kernels, programs, turns
 from fngraph.core import Work
 
 PREDICTED = ("1B", "8B")
@@ -137,7 +137,7 @@ def test_what_is_off_by_more_than_is_allowed_is_missed() -> None:
 def test_modes_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = beside.make_bench("tiny", 32, [2], "cpu", None)
     found = beside.opened(made, programs.NOTHING, [2], True, 32)
-    monkeypatch.setattr(beside, "timed", lambda *rest: {"measured us": 1.0})
+    monkeypatch.setattr(beside, "timed", lambda *rest: turns.Timed([turns.Round(1, 1, 1)], None))
     yardstick = Steady(1.0)
     rows = [row for row, _ in beside.point(made, found, 2, True, 1, yardstick)]
     assert [row["mode"] for row in rows] == list(beside.MODES)
@@ -164,22 +164,84 @@ class Steady(programs.Yardstick):
         return self.by
 
 
+HOST = fg.core.HostConstants("h", 1.0, 2.0, 0.0, 3.0, 4.0, {"product": 5.0}, {"attention": 6.0})
+FAST = fg.core.DeviceConstants("d", 1e12, {"bfloat16": 1e12, "float32": 1e12}, 0.0)
+
+
 def test_a_step_is_predicted_with_the_host_as_slow_as_it_is_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = beside.make_bench("tiny", 32, [2], "cpu", None)
-    host = fg.core.HostConstants("h", 1.0, 2.0, 0.0, 3.0, 4.0, {"product": 5.0}, {"attention": 6.0})
-    found = beside.opened(made, programs.NOTHING._replace(host=host), [2], True, 32)
-    monkeypatch.setattr(beside, "timed", lambda *rest: {"measured us": 1.0})
+    found = beside.opened(made, fg.core.Constants(FAST, HOST), [2], True, 32)
+
+    def rows(*seen: turns.Round) -> list[dict[str, Any]]:
+        monkeypatch.setattr(beside, "timed", lambda *rest: turns.Timed(list(seen), None))
+        return [row for row, _ in beside.point(made, found, 2, True, 1, Steady(1.0))]
+
     usual, slow = (
-        [row["predicted host us"] for row, _ in beside.point(made, found, 2, True, 1, Steady(by))]
-        for by in (1.0, 1.5)
+        [row["predicted host us"] for row in rows(turns.Round(1.0, 1.0, by))] for by in (1.0, 1.5)
     )
     assert slow == pytest.approx([1.5 * us for us in usual]) and min(usual) > 0.0
-    told = programs.Yardstick("cpu", host, 1)
-    monkeypatch.setattr(programs, "clocked", lambda *rest: programs.Clocked(told.told_us * 2, 0.0))
+    for us, row in zip(usual, rows(*(turns.Round(by, by, by) for by in (1.0, 3.0, 2.0)))):
+        assert row["off, rounds"] == pytest.approx([us - 1] * 3)  # each with its own
+    changing = rows(*(turns.Round(wall, 7.0, by) for wall, by in ((2, 3), (2, 1), (2, 2))))
+    for us, row in zip(usual, changing):
+        assert (row["measured us"], row["host slower"]) == (2, 2)
+        assert row["off"] == pytest.approx(us - 1) == row["predicted us"] / 2 - 1
+
+
+def test_the_host_is_as_slow_as_the_mix_beside_its_constants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = programs.Yardstick("cpu", HOST, 1)
+    times = [told.told_us * by for by in (1.0, 2.0, 9.0)]
+    monkeypatch.setattr(programs.clocks, "host_us", lambda made, ids: times)
     assert told.slower() == 2.0
     assert told.told_us == 3.0 + 5.0 + 4.0 * (sum(work.kernels or 1 for work in told.mix.works) - 1)
+
+
+def test_step_and_mix_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round lies between two looks, and is as slow as their mean."""
+    seen: list[str] = []
+
+    class Slower(Steady):
+        def slower(self) -> float:
+            seen.append("mix")
+            return float(seen.count("mix"))
+
+    def clock(name: str, value: Any) -> Callable[..., Any]:
+        def told(*rest: Any) -> Any:
+            seen.append(name)
+            return value
+
+        return told
+
+    monkeypatch.setattr(turns.clocks, "wall_ms", clock("wall", 0.004))
+    monkeypatch.setattr(turns.clocks, "host_us", clock("host", [1.0, 3.0, 2.0]))
+    monkeypatch.setattr(turns.clocks, "burst_of", lambda *rest: (1, 0.0))
+    monkeypatch.setattr(turns.clocks, "device_ms", lambda *rest: (0.005, True))
+    found = turns.timed(lambda: None, "cpu", 20, 1.0, Slower(0.0))
+    assert seen == ["mix", *["wall", "host", "mix"] * turns.ROUNDS]
+    assert found.rounds == [turns.Round(4.0, 2.0, i + 1.5) for i in range(turns.ROUNDS)]
+    assert found.device == 5.0
+    monkeypatch.setattr(turns.clocks, "device_ms", lambda *rest: (0.005, False))
+    assert turns.timed(lambda: None, "cpu", 20, 1.0, Slower(0.0)).device is None
+
+
+@pytest.mark.parametrize(
+    "likely_us, steps, rounds",
+    [(900.0, 20, 7), (5e3, 5, 7), (1e4, 4, 7), (2.5e4, 8, 3), (4e5, 2, 3)],
+)
+def test_rounds_are_short_and_as_many_as_there_is_time_for(
+    likely_us: float, steps: int, rounds: int
+) -> None:
+    assert turns.shape_of(20, likely_us) == (steps, rounds)
+    assert turns.shape_of(2, likely_us) == (2, rounds)
+
+
+def test_the_round_in_the_middle_is_by_what_it_is_off() -> None:
+    assert turns.in_the_middle([0.5, -0.1, 0.0]) == 2
+    assert turns.in_the_middle([0.1]) == 0
 
 
 def test_a_predicted_step_is_split_by_kind() -> None:

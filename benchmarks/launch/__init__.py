@@ -6,9 +6,11 @@ of other ops at several sizes, mixes of ops, layers of attention (--constants FI
 64 tokens as decode batches with --context tokens of each request, from there on as the first chunk
 of one request. `off` is what the prediction is off by, of what was measured; 15% are allowed.
 
-A host that others share may be half as fast a minute later. So a mix of ops, none of a model's, is
-timed before and after each step: `host slower` is how many times as long it took as the constants
-say, and the step is predicted with a host that is as slow.
+A host that others share may be half as fast from one moment to the next. So each step is timed in
+short rounds, in turns with a mix of ops that is none of a model's: `host slower` is how many times
+as long that took, on both sides of the round, as the constants say, and the step is predicted with
+a host that is as slow. A row is the round in the middle, by what it is off by; `off, rounds` in
+--json has all of them.
 
 --given FILE takes constants that were measured before. Without a GPU the tape replays, and all
 clocks are the host's: the model takes host and device to work side by side, which is not so there.

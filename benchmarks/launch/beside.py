@@ -8,27 +8,24 @@ held to those of the others.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 import fngraph as fg
-from benchmarks.decode import clocks
-from benchmarks.decode.bench import Bench, Made, make_bench
+from benchmarks.decode.bench import Bench, make_bench
 from benchmarks.decode.judging import Wrong, off
 from benchmarks.decode.ours import greedy
 from benchmarks.device import release, wait
 from benchmarks.launch.programs import Yardstick
+from benchmarks.launch.turns import in_the_middle, timed
 from benchmarks.workload import BLOCK_SIZE, batch_of, to_device
 
 DECODED = 64  # tokens up to which a batch decodes
 MODES = ("NONE", "PIECEWISE", "FULL")
-ROUND_US, SLOW_US = 2e5, 2e4  # of a round of steps, and of a step that is measured less often
 MOST_OFF = 0.03  # of logits of two modes, by their norm: attention splits otherwise
 Row = dict[str, Any]
 
@@ -91,16 +88,19 @@ def point(
         error = off(logits[mode], logits["NONE"])
         if not error < MOST_OFF:
             raise Wrong(f"{mode}, {tokens} tokens: logits are off by {error:.3f}, of {MOST_OFF}")
-        before = yardstick.slower()
-        measured = timed(once, bench.device, repeats, likely_us)
-        slower = (before + yardstick.slower()) / 2
-        told = as_slow(found.model, slower).predict(spec, mode)
+        measured = timed(once, bench.device, repeats, likely_us, yardstick)
+        each = [as_slow(found.model, one.slower).predict(spec, mode) for one in measured.rounds]
+        offs = [told.wall_us / one.wall - 1 for told, one in zip(each, measured.rounds)]
+        middle = in_the_middle(offs)
+        told, seen = each[middle], measured.rounds[middle]
         row = {
             "tokens": tokens, "requests": reqs, "context": context, "mode": mode,
             "attention": next(iter(step.backends.values())),
             "predicted us": told.wall_us, "bound": told.bound, "predicted host us": told.host_us,
-            "predicted device us": told.device_us, "host slower": slower, **measured,
-            "error": error,
+            "predicted device us": told.device_us, "host slower": seen.slower,
+            "measured us": seen.wall, "measured host us": seen.host,
+            "measured device us": measured.device, "off": offs[middle],
+            "off, rounds": sorted(offs), "error": error,
         }  # fmt: skip
         kinds = None
         if mode == "FULL":
@@ -116,29 +116,6 @@ def as_slow(model: fg.core.LaunchModel, by: float) -> fg.core.LaunchModel:
     constants = model.constants
     slow = constants._replace(host=constants.host.slower(by))
     return dataclasses.replace(model, constants=slow)
-
-
-def timed(once: Any, device: str, repeats: int, likely_us: float) -> Row:
-    """Wall, host and device times, as `decode` has them; of a slow step of fewer repeats."""
-    made = Made(lambda _: once(), lambda: None, lambda: [], lambda: wait(device))  # type: ignore[arg-type, return-value]
-    repeats = max(2, min(repeats, int(ROUND_US / max(likely_us, 1.0))))
-    for _ in range(2):
-        once()
-    walls = [clocks.wall_ms(made, None, repeats) * 1e3 for _ in range(3)]
-    if likely_us > SLOW_US:
-        began = time.perf_counter_ns()
-        once()
-        host_us = (time.perf_counter_ns() - began) / 1e3
-        steps, hold_s, rounds = 1, 1.5e-6 * host_us + 5e-4, 2
-    else:
-        host_us = median(clocks.host_us(made, None))
-        (steps, hold_s), rounds = clocks.burst_of(made, None), 3
-    ahead = [clocks.device_ms(made, None, steps, hold_s) for _ in range(rounds)]
-    known = all(was for _, was in ahead)  # else the host's waits are in it
-    return {
-        "measured us": median(walls), "measured host us": host_us,
-        "measured device us": median(ms for ms, _ in ahead) * 1e3 if known else None,
-    }  # fmt: skip
 
 
 def kinds_of(model: fg.core.LaunchModel, spec: fg.BatchSpec) -> dict[str, Any]:
@@ -197,7 +174,6 @@ def rows_of(
         found = opened(bench, constants, sizes, decode, longest)
         for size in sizes:
             for row, kinds in point(bench, found, size, decode, repeats, yardstick):
-                row["off"] = row["predicted us"] / row["measured us"] - 1
                 yield {"model": name, **row}, kinds and {"model": name, **kinds}
         del found
         release(device)

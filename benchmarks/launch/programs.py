@@ -30,6 +30,7 @@ from benchmarks.workload import BF16, BLOCK_SIZE
 Of = Callable[[Tensor], float]
 E = 768  # width of a mix
 BURSTS = 25
+LOOKS = 2  # bursts of one look at the host
 FEW, MANY = 2, 8  # layers of attention that are compared
 LEAST_US = 0.2
 
@@ -41,9 +42,14 @@ class Clocked(NamedTuple):
     device: float
 
 
+def made_of(call: Callable[[], Any], device: str) -> Made:
+    """A call as clocks take it."""
+    return Made(lambda _: call(), lambda: None, lambda: [], lambda: wait(device))  # type: ignore[arg-type, return-value]
+
+
 def clocked(call: Callable[[], Any], device: str, bursts: int = BURSTS) -> Clocked:
     """A step's own times, the device ahead of which all is launched."""
-    made = Made(lambda _: call(), lambda: None, lambda: [], lambda: wait(device))  # type: ignore[arg-type, return-value]
+    made = made_of(call, device)
     for _ in range(3):
         call()
     steps, hold_s = clocks.burst_of(made, None)
@@ -124,16 +130,23 @@ class Yardstick:
     """Says how fast the host is just now: a mix of ops in NONE, beside what its constants say.
 
     Others share its processors, memory and caches: within one run the same calls take up to twice
-    as long as a minute before.
+    as long as a minute before. One look is two bursts of the mix, some 3 ms, so that it can lie
+    beside each round of a step (`turns`). It has no attention, whose call runs more Python and
+    fewer ops of torch's than the others, and touches less memory than a model's step does: what
+    slows by its caches, or Python alone, may be told as faster than it is. More alike would be some
+    layers with attention, of which the constants have the call as well.
     """
 
     def __init__(self, device: str, host: fg.core.HostConstants, blocks: int = 6) -> None:
         self.device, self.mix = device, mix(list(OPS) * blocks, device)
         self.told_us = host.eager_step_us + sum(host.op(work) for work in self.mix.works)
+        for _ in range(3):
+            self.mix.none()
 
     def slower(self) -> float:
-        """How many times as long it takes."""
-        return clocked(self.mix.none, self.device, BURSTS // 5).host / self.told_us
+        """How many times as long it takes: the median of some calls of its own."""
+        made = made_of(self.mix.none, self.device)
+        return median(us for _ in range(LOOKS) for us in clocks.host_us(made, None)) / self.told_us
 
 
 class Steps(NamedTuple):

@@ -26,6 +26,13 @@ def user_line(traceback: TracebackType | None = None) -> str:
     return "<no user frame>"
 
 
+def users_level() -> int:
+    """`stacklevel` by which `warnings.warn`, called next to this, names the user's innermost line;
+    1 without any."""
+    frames = enumerate(_calling(sys._getframe(1)), 1)
+    return next((level for level, (frame, _) in frames if is_user(frame)), 1)
+
+
 def users_part(error: Exception) -> Exception:
     """An error whose traceback has the frames of the user's code alone, as `jax` has it.
 

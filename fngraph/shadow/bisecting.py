@@ -28,6 +28,7 @@ from fngraph.fx.leaves import Role
 from fngraph.options import Verify
 from fngraph.ranks.agreement import tell_all
 from fngraph.shadow.compared import Compared
+from fngraph.shadow.comparing import claims_bits, differences
 from fngraph.shadow.difference import Difference
 from fngraph.shadow.kept_graphs import replayed
 from fngraph.shadow.listed import first_not_traced, run_traced
@@ -36,7 +37,7 @@ from fngraph.shadow.parts import parts_of
 from fngraph.shadow.program import RanProgram, run_program_again
 from fngraph.shadow.saved import Ran, Saved, prepared_of, run_bare, save
 from fngraph.shadow.sides import Sides, sides_of
-from fngraph.shadow.verified import VerifiedStep, claims_bits, differences, keys_of_now
+from fngraph.shadow.verified import VerifiedStep, keys_of_now
 from fngraph.step.capture import find_replay
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
@@ -120,7 +121,7 @@ def bisect(step: Step[Any], batch: Any, *, within: Verify | None = None) -> Bise
             "bisect(step, step.differences[0]), or a batch where there is none"
         )
     rule = within or (step.verify if isinstance(step, VerifiedStep) else Verify())
-    with step.turn.taken():
+    with step._between_steps():
         keys = keys_of_now(step)
         keys.check_awake()
         parts = parts_of(keys.executable)

@@ -20,6 +20,7 @@ from fngraph.core.dispatching import Allowed
 from fngraph.core.spec import COUNTS
 from fngraph.errors import TreeError
 from fngraph.fx.leaves import Role
+from fngraph.fx.tracing.bare import running_bare
 from fngraph.shadow.parts import Parts, Rows, copied, rows_of
 from fngraph.step.binding import flatten_as
 from fngraph.step.call import EXACT
@@ -27,7 +28,7 @@ from fngraph.step.changed_rows import ChangedRows
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
 from fngraph.torch_facts.names import copy_all
-from fngraph.torch_facts.tracing import in_given_order
+from fngraph.torch_facts.tracing import ONE_AT_A_TIME, in_given_order
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,8 +179,9 @@ def run_bare(
         batch.__dict__[keys.shared.entry.spec_field] = saved.spec
     mode = contextlib.nullcontext() if "grad" in executable.asked else torch.no_grad()
     watched = watch or contextlib.nullcontext()
-    with drawn_from(keys, saved), mode, in_given_order(), watched:  # einsum as it was traced
-        result = sig.call(values)
+    with ONE_AT_A_TIME, running_bare(), drawn_from(keys, saved), mode:
+        with in_given_order(), watched:  # einsum as it was traced
+            result = sig.call(values)
     return ran_of(keys, result)
 
 

@@ -2,45 +2,49 @@
 
 A step that is not verified is `Step.__call__` behind one frame and one comparison; a step without
 `verify=` is a plain `Step`, which knows nothing of this.
+
+A verified one takes copies, before and after, and goes on; a thread runs `forward` on the first and
+compares with the second (`aside`). There is one such thread at a time: the next verified step waits
+for it, and so does all that changes what it reads or could end a capture by it: rebind, sleep and
+wake, captures. It counts and says nothing; the next call does, or who reads `stats`, in his thread.
+Where the answer is the call's own, it is waited for (`stays`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
-from fngraph.calls import PrimitiveCall
-from fngraph.core import Mode
+from fngraph.core import Stats
 from fngraph.core.dispatching import Allowed
-from fngraph.errors import DifferenceError
+from fngraph.core.where import users_level
+from fngraph.errors import DifferenceError, TreeError
 from fngraph.executable import Executable
-from fngraph.fx.rows.boxes import Boxes, elements
 from fngraph.fx.tracing.tried import said
 from fngraph.options import Verify
-from fngraph.ranks.faults import say_failed
-from fngraph.shadow.compared import Compared, compare
-from fngraph.shadow.difference import Difference
-from fngraph.shadow.parts import Parts, needed, parts_of
-from fngraph.shadow.saved import (
-    Ran,
-    Saved,
-    donated_of,
-    output_paths,
-    prepared_of,
-    ran_of,
-    run_bare,
-    save,
+from fngraph.shadow.aside import Aside
+from fngraph.shadow.comparing import (
+    Answer,
+    Due,
+    compared,
+    compared_later,
+    copied_with_state,
+    stays,
+    why_not,
+    with_state,
 )
+from fngraph.shadow.difference import Difference
+from fngraph.shadow.moment import SWITCHED, WRITTEN, moment_of
+from fngraph.shadow.parts import Parts, parts_of
+from fngraph.shadow.saved import prepared_of, ran_of, save
 from fngraph.shadow.share import verified_in
 from fngraph.step.agreed import any_of
 from fngraph.step.keys import Keys, Shared
-from fngraph.step.prepared import Prepared
 from fngraph.step.step import R, Step, make_step
 from fngraph.torch_facts.tracing import run_by_python
 
@@ -53,12 +57,15 @@ class VerifiedStep(Step[R]):
     """
 
     def __init__(self, shared: Shared, executable: Executable, verify: Verify) -> None:
-        super().__init__(shared, executable)
+        self._aside: Aside[Answer] = Aside(shared.recorder.device)
+        super().__init__(shared._replace(settle=self._aside.wait), executable)
         self.verify = verify
         self._calls = itertools.count(1)
         self._newest = 0  # of the calls that looked whether they are due
         self._window = 0
         self._due: float = verified_in(0, verify.share) if verify.share else math.inf
+        self._look = self._due  # the call that looks: one that is due, or has to tell
+        self._stays = False  # whether they are compared in the call
         self._parts: weakref.WeakKeyDictionary[Executable, Parts] = weakref.WeakKeyDictionary()
         self._kept: list[Difference] = []
         self._told: set[str] = set()  # what was warned of
@@ -71,19 +78,28 @@ class VerifiedStep(Step[R]):
             DifferenceError: bare `forward` came to something else, and on_difference="raise".
         """
         number = next(self._calls)
-        if number < self._due:
+        if number < self._look:
             return Step.__call__(self, *args, allowed=allowed, **kwargs)
-        with self.turn.taken():
+        with self._between_steps():
             self._newest = max(self._newest, number)  # threads may come in another order
-            if self._newest < self._due:  # another's call has meanwhile had this window's turn
+            if self._newest < self._due:  # it had but to tell, or another's call had the turn
                 return Step.__call__(self, *args, allowed=allowed, **kwargs)
             self._window += 1
-            self._due = verified_in(self._window, self.verify.share)
+            self._due = self._look = verified_in(self._window, self.verify.share)
             return self._verify(number, args, kwargs, allowed)
+
+    # what is read waits for what goes on
+
+    @property
+    def stats(self) -> Stats:
+        """As `Step.stats`; a comparison that goes on is waited for, and counted."""
+        self._settle()
+        return super().stats
 
     @property
     def differences(self) -> Sequence[Difference]:
-        """What was found, the first `keep` of it."""
+        """What was found, the first `keep` of it; a comparison that goes on is waited for."""
+        self._settle()
         return tuple(self._kept)
 
     @property
@@ -96,6 +112,24 @@ class VerifiedStep(Step[R]):
         if found is None:
             found = self._parts[keys.executable] = parts_of(keys.executable)
         return found
+
+    @contextlib.contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        with Step._between_steps(self):
+            self._settle()
+            yield
+
+    def _settle(self) -> None:
+        """Wait for the comparison that goes on, if one does, and tell what it has found."""
+        if self._aside.is_here():  # forward itself asks
+            return
+        with self.turn.lock:
+            answers = self._aside.take()
+            self._look = self._due
+            for answer in answers:
+                self._tell(answer)
+
+    # one step
 
     def _verify(self, number: int, args: Any, kwargs: Any, allowed: Allowed) -> R:
         keys = keys_of_now(self)
@@ -113,33 +147,48 @@ class VerifiedStep(Step[R]):
             prepared = prepared_of(keys, saved, decided)
             why = why_not(keys, prepared)
             if not why:
-                self._compare(number, keys, prepared, saved, result)
+                self._compare(Due(number, keys, prepared, saved, self.verify), result)
         if why:
             self._unverified(why)
         return result
 
-    def _compare(
-        self, number: int, keys: Keys, prepared: Prepared, saved: Saved, result: R
-    ) -> None:
-        peers = keys.executable.peers
-        try:
-            want = run_bare(keys, saved)
-        except Exception as error:
-            if peers is not None:  # who wait for it in a collective
-                say_failed(error)
-                raise
-            self._unverified(f"bare forward raised {said(error)}")
+    def _compare(self, due: Due, result: R) -> None:
+        """Now, or beside the steps that follow."""
+        keys, parts = due.keys, self._parts_of(due.keys)
+        moment = None
+        if not (self._stays or stays(keys, self.verify)):
+            try:
+                moment = moment_of(keys)
+            except TreeError:
+                pass  # as bare forward will say
+        if moment is None:
+            got = ran_of(keys, result)
+            self._tell(compared(due, with_state(keys, parts, due.saved, got)))
             return
-        got = _with_state(keys, self._parts_of(keys), saved, ran_of(keys, result))
-        found = differences(keys, got, want, self.verify, claims_bits(keys, prepared))
+        try:
+            got = copied_with_state(keys, parts, due.saved, ran_of(keys, result))
+        except Exception as error:
+            self._unverified(f"results and state could not be copied: {said(error)}")
+            return
+        me = weakref.ref(self)
+        self._aside.begin(lambda: compared_later(due, got, moment), lambda one: has_ended(me, one))
+
+    def _tell(self, answer: Answer) -> None:
+        """Count what was found of a step, and say so."""
+        number, keys, prepared, saved, _ = answer.due
+        if answer.why:
+            self._stays |= answer.why in (SWITCHED, WRITTEN)  # so it would be again
+            self._unverified(answer.why)
+            return
         stats = self.shared.stats
         stats.verified += 1
-        if not any_of(peers, "compare a verified step", bool(found)):  # what one finds, all keep
+        peers = keys.executable.peers
+        # what one finds, all keep
+        if not any_of(peers, "compare a verified step", bool(answer.found)):
             return
         stats.differences += 1
-        made = Difference(
-            number, prepared.chosen, saved, tuple(found), weakref.ref(keys.executable)
-        )
+        executable = weakref.ref(keys.executable)
+        made = Difference(number, prepared.chosen, saved, tuple(answer.found), executable)
         text = made.as_text(getattr(keys.executable.args.signature.fn, "__name__", "forward"))
         if len(self._kept) < self.verify.keep:
             self._kept.append(made)
@@ -156,7 +205,14 @@ class VerifiedStep(Step[R]):
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._told:
             self._told.add(kind)
-            warnings.warn(text, stacklevel=5)
+            warnings.warn(text, stacklevel=users_level())
+
+
+def has_ended(step: weakref.ref[VerifiedStep[Any]], answer: Answer) -> None:
+    """Have the next call tell what a comparison has found, if that is worth a word."""
+    found = step()
+    if found is not None and (answer.why or answer.found):
+        found._look = 0
 
 
 def keys_of_now(step: Step[Any]) -> Keys:
@@ -171,55 +227,3 @@ def make_verified(verify: Verify, executable: Executable, values: Any, **options
     return make_step(
         executable, values, make=lambda shared, made: VerifiedStep(shared, made, verify), **options
     )
-
-
-def why_not(keys: Keys, prepared: Prepared) -> str:
-    """Why a step that ran so cannot be compared; "" if it can."""
-    if not keys.executable.generators or not is_padded(keys, prepared):
-        return ""
-    return (
-        "forward draws random numbers, and a key draws for its padding too; steps are verified "
-        "that have none"
-    )
-
-
-def is_padded(keys: Keys, prepared: Prepared) -> bool:
-    """Whether the key had more rows than the batch."""
-    mode, descriptor, _ = prepared.chosen
-    return mode is not Mode.NONE and keys.executable.sizes(descriptor) != prepared.true
-
-
-def claims_bits(keys: Keys, prepared: Prepared) -> bool:
-    """Whether a step that ran so ran bare `forward`'s own kernels on its own sizes: no padding,
-    nothing compiled or rewritten, and no primitive, whose backends go by bounds as well."""
-    executable = keys.executable
-    is_plain = executable.level == "none" and not any(executable.matches.values())
-    no_calls = not any(isinstance(fn, PrimitiveCall) for fn in executable.fns)
-    return is_plain and no_calls and not is_padded(keys, prepared)
-
-
-def differences(keys: Keys, got: Ran, want: Ran, verify: Verify, exact: bool) -> list[Compared]:
-    """What two runs do not have alike."""
-    executable = keys.executable
-    leaves, back = executable.args.leaves, executable.returns
-    own = [k for k in range(executable.out_tree.num_leaves) if k not in set(back.values())]
-    triples = list(zip(own, output_paths(keys), got.outputs, want.outputs))
-    triples += [(back[i], leaves[i].path, x, want.state[i]) for i, x in got.state.items()]
-    pairs = [(path, _but_dirty(executable.dirty.get(k, ()), a, b), b) for k, path, a, b in triples]
-    return compare(pairs, verify.by_dtype, exact)
-
-
-def _but_dirty(dirty: Boxes, got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """A result, with rows that are kept for padding as the other run has them."""
-    if not dirty or got.shape != want.shape:
-        return got
-    made = got.clone()
-    at = elements(dirty, made)
-    made[at] = want[at]
-    return made
-
-
-@torch.no_grad()
-def _with_state(keys: Keys, parts: Parts, saved: Saved, ran: Ran) -> Ran:
-    """The step's own outputs, and the bound leaves as they are now, cut to the rows."""
-    return Ran(ran.outputs, needed(parts, saved.rows, donated_of(keys)))

@@ -77,6 +77,7 @@ def obtain(keys: Keys, key: Key, *, in_step: bool = False) -> Replay | None:
     """
     if key in keys.failed:
         return None
+    keys.shared.settle()
     began = time.perf_counter_ns()
     failure = None
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ class Shared(NamedTuple):
         guards: whether padding and expired results are poisoned.
         stats: what ran, counted.
         numbers: of its calls, from 1: warm-ups and measurements are none.
+        settle: waits for what goes on beside the steps; before a capture, which that could end.
     """
 
     binding: Binding
@@ -59,6 +60,7 @@ class Shared(NamedTuple):
     guards: bool
     stats: Stats
     numbers: Iterator[int]
+    settle: Callable[[], None] = lambda: None
 
 
 class Asleep(NamedTuple):

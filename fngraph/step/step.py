@@ -15,6 +15,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -200,6 +201,10 @@ class Step(Generic[R]):
             except Exception as error:
                 failed_step(last.keys, prepared, error, met)
                 raise
+
+    def _between_steps(self) -> AbstractContextManager[None]:
+        """Work between two steps, alone: after the last one, and what goes on beside it."""
+        return self.turn.taken()
 
     # which keys serve a call
 
@@ -429,7 +434,7 @@ class Step(Generic[R]):
                 has been written.
             CaptureError: a key cannot be captured again; the others are, or will be when needed.
         """
-        with self.turn.taken():
+        with self._between_steps():
             main, old = self.main, self.main.executable
             changes = changes_of(self.binding, held)
             new = old
@@ -476,7 +481,7 @@ class Step(Generic[R]):
                 has been written.
             AddressError: a bound leaf has moved.
         """
-        with self.turn.taken():
+        with self._between_steps():
             self.binding.check()
             for target, value in slot_writes(self.binding, slot, held):
                 write(target, value())
@@ -522,7 +527,7 @@ class Step(Generic[R]):
             CaptureError: what was captured before stays.
             SleepError: while it sleeps. AddressError: a bound leaf has moved.
         """
-        with self.turn.taken():
+        with self._between_steps():
             now = self._keys_of_now()
             capture_ahead(now, now.missing, progress)
 
@@ -534,7 +539,7 @@ class Step(Generic[R]):
             CaptureError, SleepError, AddressError: as `capture_all`.
         """
         expect((float, int), "milliseconds", budget_ms=budget_ms)
-        with self.turn.taken():
+        with self._between_steps():
             now = self._keys_of_now()
             now.check_ready()
             before_capture(now, now.missing)
@@ -555,7 +560,7 @@ class Step(Generic[R]):
         Raises:
             KeyError: no key of the table.
         """
-        with self.turn.taken():
+        with self._between_steps():
             self._release(self._family, descriptors)
 
     def recapture(self, /, *descriptors: BatchDescriptor) -> None:
@@ -564,7 +569,7 @@ class Step(Generic[R]):
         Raises:
             KeyError: no key of the table. CaptureError, SleepError, AddressError: as `capture_all`.
         """
-        with self.turn.taken():
+        with self._between_steps():
             now = self._keys_of_now()
             self._release([keys for keys in self._family if keys is not now], descriptors)
             now.check_ready()
@@ -593,7 +598,7 @@ class Step(Generic[R]):
             CaptureError: a donated leaf whose memory torch does not own; nothing is given back.
         """
         expect(bool, "True or False", cache=cache)
-        with self.turn.taken():
+        with self._between_steps():
             give_back(self.shared, self._family, cache)
 
     def wake(self) -> None:
@@ -605,7 +610,7 @@ class Step(Generic[R]):
             CaptureError: too little memory, and the step sleeps on; or a key that fails.
             SleepError: a bound leaf that another function gave back: wake that one first.
         """
-        with self.turn.taken():
+        with self._between_steps():
             awake = take_again(self.shared, self._family)
             now = self._keys_of_now()
             for keys, captured in awake:
@@ -628,7 +633,7 @@ class Step(Generic[R]):
         if repeats < 1:
             raise ValueError(f"repeats={repeats}: at least 1")
         replay = self[descriptor]
-        with self.turn.taken(), telling(self.main, "times()"):
+        with self._between_steps(), telling(self.main, "times()"):
             before_times(self.main, (replay.mode, replay.descriptor), repeats)
             return measure(self.main, replay, repeats)
 
@@ -640,7 +645,7 @@ class Step(Generic[R]):
         again. A step that never was asked for them has no code for them.
         """
         expect(bool, "True or False", on=on)
-        with self.turn.taken():
+        with self._between_steps():
             replays = self.main.replays
             for key, replay in replays.items():
                 replays[key] = replay.with_ranges() if on else replay.without_ranges()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -53,6 +54,14 @@ from torch.utils._sympy.interp import sympy_interp as sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
 
 F = TypeVar("F", bound=Callable[..., Any])
+ONE_AT_A_TIME = threading.RLock()
+"""Held while functions or switches of torch are changed that all threads call: by a trace, and by
+bare `forward` (`in_given_order`). Nobody forks meanwhile, or the child's own trace would wait."""
+if hasattr(os, "register_at_fork"):
+    _release = ONE_AT_A_TIME.release
+    os.register_at_fork(
+        before=ONE_AT_A_TIME.acquire, after_in_parent=_release, after_in_child=_release
+    )
 LazyGraphModule = _LazyGraphModule  # its code is written when it is first asked for
 
 

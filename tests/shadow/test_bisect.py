@@ -130,6 +130,7 @@ def test_graphs_that_are_damaged_themselves_are_named_by_their_key():
     object.__setattr__(recording, "graph", tuple(graph))
     with pytest.warns(UserWarning, match="differ"):
         step(cache, batch)
+        assert step.differences
     before = toys.clone(cache)
     found = fg.bisect(step, step.differences[0])
     assert found.kind == "graphs" and "step.recapture(BatchDescriptor(4, 4" in found.what
@@ -143,6 +144,7 @@ def test_what_is_no_step_and_no_batch_of_it_is_refused():
     fault = planted.one_bit("tape", "cpu", verify=1.0, lazy=True)
     with pytest.warns(UserWarning, match="differ"):
         fault.step(fault.cache, toys.decode(2))
+        assert fault.step.differences
     with pytest.raises(fg.errors.TreeError, match="expected a step"):
         fg.bisect(toys.attend, toys.decode(2))  # type: ignore[arg-type]
     params, state = toys.tally_params(), toys.tally_state()
@@ -170,6 +172,7 @@ def test_a_difference_keeps_the_batch_that_its_caller_writes_anew():
     batch = toys.batch((2, 1), 3, seed=5)
     with pytest.warns(UserWarning, match="differ"):
         step(cache, batch)
+        assert step.differences
     (difference,) = step.differences
     before = str(fg.bisect(step, difference))
     batch.token_ids.zero_(), batch.slot_mapping.fill_(-1), batch.seq_lens.fill_(1)
@@ -189,7 +192,7 @@ def test_what_forward_writes_in_place_is_not_the_state_that_was_kept():
     params["w"] = params["w"] + 1
     with pytest.warns(UserWarning, match="differ"):
         step(state, toys.batch(3))
-    (difference,) = step.differences
+        (difference,) = step.differences
     first, second = (fg.bisect(step, difference) for _ in range(2))
     assert first.kind == "program" and first.leaves == difference.leaves
     assert (second.leaves, str(second)) == (first.leaves, str(first))
@@ -304,7 +307,7 @@ def test_it_runs_under_the_callers_state_of_torch_whatever_the_last_call_came_un
         params["head"] = params["head"] * 2
         with pytest.warns(UserWarning, match="differ"):
             step(cache, batch)
-    (difference,) = step.differences
+            (difference,) = step.differences
     with pytest.raises(fg.errors.AmbientError, match="Call bisect under the same"):
         fg.bisect(step, difference)
     with torch.autocast("cpu", torch.bfloat16):
@@ -438,6 +441,7 @@ def test_a_key_whose_graphs_are_wrong_is_replayed_on_what_was_kept_and_all_is_pu
     object.__setattr__(recording, "graph", tuple(graph))
     with pytest.warns(UserWarning, match="differ"):
         step(state, toys.decode(4, 4, seed=9))
+        assert step.differences
     for past in (1, 2, 3, 4):
         step(state, toys.decode(4, past, seed=20 + past))
     before = toys.clone(state)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.core import Stats
-from fngraph.shadow import verified
+from fngraph.shadow import comparing
 from fngraph.shadow.compared import compare
 from fngraph.shadow.share import verified_in
 from fngraph.step import call
@@ -255,11 +255,13 @@ def test_draws_of_a_padded_key_are_refused_with_the_reason(recorder_name: str, d
 def test_what_bare_forward_raises_is_counted_and_said_once():
     step, cache = made(verify=1.0)
     step(cache, toys.decode(2))
+    assert step.stats.verified == 1  # it has been compared
     raised = dataclasses.replace(step.main.executable.args.signature, fn=broken)
     args = dataclasses.replace(step.main.executable.args, signature=raised)
     step.main.executable = dataclasses.replace(step.main.executable, args=args)
     with pytest.warns(UserWarning, match="bare forward raised ValueError: no more") as told:
         step(cache, toys.decode(2)), step(cache, toys.decode(2))
+        assert step.stats.verified == 1
     assert len(told) == 1
     assert step.stats.unverified == {"bare forward raised ValueError: no more": 2}
     assert step.stats.verified == 1
@@ -292,7 +294,7 @@ def test_tolerances_are_the_callers():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fault.step(fault.cache, toys.decode(2))
-        assert fault.step.stats.differences == found, within
+            assert fault.step.stats.differences == found, within
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -342,7 +344,7 @@ def test_no_bits_are_claimed_of_what_a_pass_has_rewritten(passes: Any, bits: boo
     step(state, toys.decode(4))
     assert any(step.main.executable.matches.values()) is not bits
     (prepared,) = step.main.prepared.values()
-    assert verified.claims_bits(step.main, prepared) is bits
+    assert comparing.claims_bits(step.main, prepared) is bits
 
 
 def graded(params: Any, state: Any, batch: toys.Batch) -> Any:
@@ -375,6 +377,7 @@ def test_one_bit_is_a_difference_where_bits_are_claimed(recorder_name: str, devi
     assert step.stats.differences == 0
     with pytest.warns(UserWarning, match="asked: every bit"):
         step(state, toys.on(toys.decode(4), device))
+        assert step.differences
     found = fg.bisect(step, step.differences[0])
     assert found.kind == "program"
     assert found.line == planted.line('x_TE = params["w"][batch.token_ids] * seen_V')
@@ -432,10 +435,10 @@ def test_the_difference_is_kept_with_what_it_takes_to_run_it_again():
     batch = toys.decode(2)
     with pytest.warns(UserWarning, match="differ"):
         fault.step(fault.cache, batch)
-    (kept,) = fault.step.differences
+        (kept,) = fault.step.differences
     was = batch.token_ids.clone()
     batch.token_ids.zero_()  # the caller's to refill
     assert was.any() and torch.equal(kept.saved.leaves[0], was)
     assert kept.saved.spec == toys.decode(2).spec and kept.ran.mode is toys.FULL
     assert kept.saved.nbytes < 10_000 and "call 1, BatchSpec" in repr(kept)
-    assert verified.is_padded(fault.step.main, fault.step.main.prepare(kept.saved.spec)) is False
+    assert comparing.is_padded(fault.step.main, fault.step.main.prepare(kept.saved.spec)) is False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,6 +96,9 @@ def launch(
 REGISTERS = 65536  # of a multiprocessor
 
 
+_INTERPRETS = threading.RLock()  # one thread: Triton's interpreter keeps its place in a global
+
+
 def _interpret(
     module: str,
     kernel: str,
@@ -106,7 +110,8 @@ def _interpret(
     constants: list[Any],
 ) -> None:
     fn = getattr(importlib.import_module(module), kernel)
-    fn[tuple(grid)](*reads, *writes, *numbers, **dict(zip(names, constants)))
+    with _INTERPRETS:
+        fn[tuple(grid)](*reads, *writes, *numbers, **dict(zip(names, constants)))
 
 
 LIBRARY.impl("interpret", _interpret, "CPU")

@@ -23,7 +23,6 @@ from fngraph.fx.arguments import Arguments, abstract_arguments
 from fngraph.fx.leaves import Role
 from fngraph.fx.signatures import Names, as_static, signature
 from fngraph.fx.tracing.ambient import check_no_transform
-from fngraph.fx.tracing.bare import is_bare
 from fngraph.fx.tracing.purity import is_tracing
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.options import (
@@ -34,6 +33,7 @@ from fngraph.options import (
     parse_options,
     signature_with_options,
 )
+from fngraph.shadow.saved import is_bare
 from fngraph.stages import Traced
 from fngraph.step.step import Step
 from fngraph.torch_facts.tracing import run_by_python

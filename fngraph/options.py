@@ -48,12 +48,20 @@ class Verify:
 
         fg.graphify(forward, ..., verify=fg.Verify(1e-3, on_difference="raise"))
 
+    With "warn" a call takes copies and goes on. A thread compares them beside calls that follow;
+    the next one warns, or who reads `step.stats` or `step.differences`, which wait for it. Held
+    leaves may be written meanwhile by `step.rebind`, which waits too; after any other write that
+    step is counted as `unverified`, and later ones are compared in their calls. Those are also so
+    compared that processes meet in, that draw random numbers, or whose held leaves are inference
+    tensors.
+
     Attributes:
         share: of the steps, 0 to 1, one in each window of 1 / share; 0: none.
         within: what results and state may be off by, in parts of the largest element of a row (what
             lies along the last dim), by dtype; those left out as `fngraph.shadow.compared` has it.
             A float is for all dtypes of floats.
-        on_difference: "warn", once a step, or "raise" a `DifferenceError`; it is counted and kept.
+        on_difference: "warn", once a step; or "raise" a `DifferenceError` from the very call, which
+            then takes as long as bare `forward` and waits for the device. It is counted and kept.
         keep: how many differences `step.differences` keeps, with a copy of the batch and of what it
             needs of the state, each; the first ones.
 

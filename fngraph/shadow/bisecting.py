@@ -28,7 +28,6 @@ from fngraph.fx.leaves import Role
 from fngraph.options import Verify
 from fngraph.ranks.agreement import tell_all
 from fngraph.shadow.compared import Compared
-from fngraph.shadow.comparing import claims_bits, differences
 from fngraph.shadow.difference import Difference
 from fngraph.shadow.kept_graphs import replayed
 from fngraph.shadow.listed import first_not_traced, run_traced
@@ -38,6 +37,7 @@ from fngraph.shadow.program import RanProgram, run_program_again
 from fngraph.shadow.saved import Ran, Saved, prepared_of, run_bare, save
 from fngraph.shadow.sides import Sides, sides_of
 from fngraph.shadow.verified import VerifiedStep, keys_of_now
+from fngraph.shadow.verifying.comparing import claims_bits, differences
 from fngraph.step.capture import find_replay
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared

@@ -68,7 +68,7 @@ class Parts:
             rows += [(self.paths[i], "the batch's own rows", "") for i in group.caches]
         for i, why in self.whole.items():
             rows.append((self.paths[i], f"whole, {self.nbytes[i]} bytes", why))
-        return table(("leaf", "is copied, twice a verified step", "because"), rows)
+        return table(("leaf", "is copied, three times a verified step", "because"), rows)
 
     __repr__ = as_text
 

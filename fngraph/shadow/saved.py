@@ -9,8 +9,9 @@ not.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from fngraph.core.dispatching import Allowed
 from fngraph.core.spec import COUNTS
 from fngraph.errors import TreeError
 from fngraph.fx.leaves import Role
-from fngraph.fx.tracing.bare import running_bare
 from fngraph.shadow.parts import Parts, Rows, copied, rows_of
 from fngraph.step.binding import flatten_as
 from fngraph.step.call import EXACT
@@ -29,6 +29,11 @@ from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
 from fngraph.torch_facts.names import copy_all
 from fngraph.torch_facts.tracing import ONE_AT_A_TIME, in_given_order
+
+_BARE: contextvars.ContextVar[bool] = contextvars.ContextVar("bare forward runs", default=False)
+is_bare = _BARE.get
+"""Whether bare `forward` runs here; what is graphified within it runs bare then too, as a trace
+takes it. It would capture graphs of its own else, and of copies."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -179,10 +184,19 @@ def run_bare(
         batch.__dict__[keys.shared.entry.spec_field] = saved.spec
     mode = contextlib.nullcontext() if "grad" in executable.asked else torch.no_grad()
     watched = watch or contextlib.nullcontext()
-    with ONE_AT_A_TIME, running_bare(), drawn_from(keys, saved), mode:
+    with ONE_AT_A_TIME, _running_bare(), drawn_from(keys, saved), mode:
         with in_given_order(), watched:  # einsum as it was traced
             result = sig.call(values)
     return ran_of(keys, result)
+
+
+@contextlib.contextmanager
+def _running_bare() -> Iterator[None]:
+    token = _BARE.set(True)
+    try:
+        yield
+    finally:
+        _BARE.reset(token)
 
 
 @contextlib.contextmanager

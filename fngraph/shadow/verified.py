@@ -4,10 +4,10 @@ A step that is not verified is `Step.__call__` behind one frame and one comparis
 `verify=` is a plain `Step`, which knows nothing of this.
 
 A verified one takes copies, before and after, and goes on; a thread runs `forward` on the first and
-compares with the second (`aside`). There is one such thread at a time: the next verified step waits
-for it, and so does all that changes what it reads or could end a capture by it: rebind, sleep and
-wake, captures. It counts and says nothing; the next call does, or who reads `stats`, in his thread.
-Where the answer is the call's own, it is waited for (`stays`).
+compares with the second (`verifying/aside.py`). There is one such thread at a time: the next
+verified step waits for it, and so does all that changes what it reads or could end a capture by it:
+rebind, sleep and wake, captures. It counts and says nothing; the next call does, or who reads
+`stats`, in his thread. Where the answer is the call's own, it is waited for (`stays`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from fngraph.errors import DifferenceError, TreeError
 from fngraph.executable import Executable
 from fngraph.fx.tracing.tried import said
 from fngraph.options import Verify
-from fngraph.shadow.aside import Aside
-from fngraph.shadow.comparing import (
+from fngraph.shadow.difference import Difference
+from fngraph.shadow.parts import Parts, parts_of
+from fngraph.shadow.saved import prepared_of, ran_of, save
+from fngraph.shadow.verifying.aside import Aside
+from fngraph.shadow.verifying.comparing import (
     Answer,
     Due,
     compared,
@@ -38,11 +41,8 @@ from fngraph.shadow.comparing import (
     why_not,
     with_state,
 )
-from fngraph.shadow.difference import Difference
-from fngraph.shadow.moment import SWITCHED, WRITTEN, moment_of
-from fngraph.shadow.parts import Parts, parts_of
-from fngraph.shadow.saved import prepared_of, ran_of, save
-from fngraph.shadow.share import verified_in
+from fngraph.shadow.verifying.moment import SWITCHED, WRITTEN, moment_of
+from fngraph.shadow.verifying.share import verified_in
 from fngraph.step.agreed import any_of
 from fngraph.step.keys import Keys, Shared
 from fngraph.step.step import R, Step, make_step

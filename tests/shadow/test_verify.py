@@ -20,9 +20,9 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.core import Stats
-from fngraph.shadow import comparing
 from fngraph.shadow.compared import compare
-from fngraph.shadow.share import verified_in
+from fngraph.shadow.verifying import comparing
+from fngraph.shadow.verifying.share import verified_in
 from fngraph.step import call
 from fngraph.step.step import Step
 

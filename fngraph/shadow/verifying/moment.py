@@ -29,7 +29,7 @@ class Moment:
     Attributes:
         ambient: of the caller.
         autocast: its dtype by type of device, where it is on.
-        held: leaves as the caller's containers have them, by their index.
+        held: leaves as the caller's containers had them; while they live, no other is where one is.
         versions: how often each had been written, and where it was.
     """
 
@@ -52,9 +52,7 @@ class Moment:
         """What is not as it was then; "" if all is. Asked for within `entered`."""
         if read(keys.shared.recorder.device.type) != self.ambient:
             return SWITCHED
-        now = held_of(keys)
-        same = all(x is self.held.get(i) for i, x in now.items())
-        return "" if same and _versions(now) == self.versions else WRITTEN
+        return "" if _versions(held_of(keys)) == self.versions else WRITTEN
 
 
 def moment_of(keys: Keys) -> Moment | None:

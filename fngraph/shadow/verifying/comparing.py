@@ -13,9 +13,9 @@ from fngraph.fx.tracing.tried import said
 from fngraph.options import Verify
 from fngraph.ranks.faults import say_failed
 from fngraph.shadow.compared import Compared, compare
-from fngraph.shadow.moment import Moment
 from fngraph.shadow.parts import Parts, copied, needed
 from fngraph.shadow.saved import Ran, Saved, donated_of, output_paths, run_bare
+from fngraph.shadow.verifying.moment import Moment
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
 

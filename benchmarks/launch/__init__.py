@@ -47,7 +47,9 @@ def constants_of(flags: argparse.Namespace) -> fg.core.Constants:
     bandwidth = kernels.bandwidth(device)
     rates = {"bfloat16": kernels.best_rate(grid), "float32": kernels.float32_rate(device)}
     release(device)
-    ops = said("ops by calls", lambda: programs.steps(device, 2 if tiny else 6, bursts))
+    ops = said(
+        "ops by calls", lambda: programs.steps(device, 2 if tiny else programs.BLOCKS, bursts)
+    )
     replay = programs.replay_us(device)
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "the host, as a device"
     told = fg.core.DeviceConstants(
@@ -151,7 +153,9 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
             raise Mistake(f"--constants {flags.constants}: {error}") from error
     shown(constants)
     figures: dict[str, Any] = {"step": [], "kinds": []}
-    yardstick = programs.Yardstick(flags.device, constants.host, 2 if flags.quick else 6)
+    yardstick = programs.Yardstick(
+        flags.device, constants.host, 2 if flags.quick else programs.BLOCKS
+    )
     for name in flags.models:
         began = time.perf_counter()
         for row, kinds in beside.rows_of(

@@ -25,6 +25,7 @@ from fngraph.core.dispatching import Allowed
 from fngraph.core.where import users_level
 from fngraph.errors import DifferenceError, TreeError
 from fngraph.executable import Executable
+from fngraph.fx.tracing.purity import is_tracing
 from fngraph.fx.tracing.tried import said
 from fngraph.options import Verify
 from fngraph.shadow.difference import Difference
@@ -121,7 +122,7 @@ class VerifiedStep(Step[R]):
 
     def _settle(self) -> None:
         """Wait for the comparison that goes on, if one does, and tell what it has found."""
-        if self._aside.is_here():  # forward itself asks
+        if self._aside.is_here() or is_tracing():  # forward itself asks, in a run or in a trace
             return
         with self.turn.lock:
             answers = self._aside.take()

@@ -129,7 +129,7 @@ def test_what_is_copied_is_nobodys_else(gate: Gate):
 def test_the_next_call_tells_of_a_difference_or_who_reads_it(who: str):
     fault = planted.stale_weight("tape", "cpu", verify=0.1, lazy=True)
     fault.spoil()
-    step = fault.step
+    step: Any = fault.step
     asked = {"call": lambda: step(fault.cache, toys.decode(2)), "stats": lambda: step.stats,
              "differences": lambda: step.differences}  # fmt: skip
     with warnings.catch_warnings():
@@ -153,7 +153,8 @@ def test_what_is_an_error_is_one_of_the_very_call():
     fault.spoil()
     with pytest.raises(fg.errors.DifferenceError, match="call 1, "):
         fault.step(fault.cache, toys.decode(2))
-    assert fault.step._aside._thread is None
+    step: Any = fault.step
+    assert step._aside._thread is None
 
 
 def test_what_bare_forward_raises_there_is_a_reason(gate: Gate):
@@ -359,6 +360,31 @@ def test_an_interpreter_that_ends_waits_for_it():
     )
     assert ran.stdout.split("\n")[:2] == ["the call is back", "ran to its end"], ran.stderr
     assert not ran.stderr and time.monotonic() - began < 100
+
+
+ASKS = """
+import torch, fngraph as fg
+from fngraph.torch_facts.tracing import ONE_AT_A_TIME
+
+def forward(w, x):
+    asked.append(steps[0].stats if steps else None)
+    return x @ w
+
+asked, steps, w = [], [], torch.ones(3, 3)
+fast = fg.graphify(forward, stage="x", verify=1.0)
+fast(w, torch.ones(3, 3))
+steps += fast.steps
+assert steps[0].stats.verified == 1
+with ONE_AT_A_TIME:  # as a trace has it
+    fast(w, torch.ones(3, 3))
+    fg.graphify(forward, stage="x").trace(w, batch=torch.ones(3, 3))
+assert len(asked) >= 3 and steps[0].stats.verified == 2, (asked, steps[0].stats)
+"""
+
+
+def test_forward_may_ask_for_what_waits_for_it():
+    ran = subprocess.run([sys.executable, "-c", ASKS], timeout=60, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")

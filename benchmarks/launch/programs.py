@@ -30,7 +30,7 @@ from benchmarks.workload import BF16, BLOCK_SIZE
 Of = Callable[[Tensor], float]
 E = 768  # width of a mix
 BURSTS = 25
-BLOCKS = 6  # of all kinds of ops in a mix; of 16, on a host that changed meanwhile, a third too much was told
+BLOCKS = 6  # of all kinds of ops in a mix
 FEW, MANY = 2, 8  # layers of attention that are compared
 LEAST_US = 0.2
 

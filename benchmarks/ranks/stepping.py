@@ -94,8 +94,8 @@ def _of_way(
             row |= judged(task, one, right[num_reqs])
             bound = read / peak / 1e9 if peak else None
             took = clocked(one.call, repeats, task.mesh.device)
-            over = {"of bound": took["device ms"] / bound} if bound and took["device ms"] else {}
-            yield row | took | {"bound ms": bound, **over}
+            over = took["device ms"] / bound if bound and took["device ms"] else None
+            yield row | took | {"bound ms": bound, "of bound": over}
     except Exception as error:
         failed = told(error)
         print(f"{task.axis.size} processes, {row}: {failed}", file=sys.stderr, flush=True)

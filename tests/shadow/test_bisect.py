@@ -314,9 +314,22 @@ def test_it_runs_under_the_callers_state_of_torch_whatever_the_last_call_came_un
         assert "params['head']" in fg.bisect(step, difference).what
 
 
+@torch.library.custom_op("bisected::product", mutates_args=())
+def product(x_TE: torch.Tensor, m_EF: torch.Tensor) -> torch.Tensor:
+    """One whose kernel for four rows and more rounds otherwise, on every processor."""
+    if len(x_TE) < 4:
+        return x_TE @ m_EF
+    return (x_TE.double() @ m_EF.double()).float()
+
+
+@product.register_fake
+def _(x_TE: torch.Tensor, m_EF: torch.Tensor) -> torch.Tensor:
+    return x_TE.new_empty(x_TE.shape[0], m_EF.shape[1])
+
+
 def left_by_rounding(params: Any, state: Any, batch: toys.Batch) -> Any:
     """Means of what has none."""
-    x_TE = params["w"][batch.token_ids] @ params["m"]
+    x_TE = fg.trust_rows(product(params["w"][batch.token_ids], params["m"]))
     return (x_TE - x_TE.mean(-1, keepdim=True)).mean(-1, keepdim=True), {"n": state["n"] + 1}
 
 

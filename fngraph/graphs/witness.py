@@ -17,7 +17,7 @@ from fngraph.core.where import is_user, short_path, user_line
 from fngraph.errors import CaptureError
 from fngraph.graphs.cuda.conditional import is_body
 from fngraph.torch_facts.names import OpOverload, TorchDispatchMode, current_stream
-from fngraph.torch_facts.schemas import SYNCS, is_view
+from fngraph.torch_facts.schemas import SYNCS, is_composite, is_view
 
 aten = torch.ops.aten
 _COPIES = {aten.copy_.default, aten._to_copy.default}
@@ -85,7 +85,7 @@ class Witness(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, OpOverload):
-            if func._can_decompose():  # inference tensors bring composite ops in one part
+            if is_composite(func):  # inference tensors bring composite ops in one part
                 with self:
                     return func.decompose(*args, **kwargs)
             check_no_read(func, args, kwargs, self.within)

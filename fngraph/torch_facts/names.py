@@ -184,6 +184,11 @@ scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm
 # over a bare address, as torch's own cudagraph trees use it: nobody frees it. torch 2.1 to 2.13
 storage_at: Callable[[int, torch.device, int], Any] = _C._construct_storage_from_data_pointer
 
+# --- ops --------------------------------------------------------------------------------------
+
+# ("aten::silu_backward", "CPU"): whether there is a kernel for it
+has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
+
 # --- CUDA: without Stream objects and wrappers, on the hot path; absent from CPU builds -----------
 
 _absent: Any = None
@@ -205,7 +210,6 @@ ATTRIBUTES = {
     "_overloadname": "of an OpOverload, `out` of `aten.add.out`",
     "_op": "of an OpOverload: what calling it calls",
     "_opoverload": "of a function under torch.library.custom_op: its OpOverload",
-    "_can_decompose": "of an OpOverload: whether it is composite; with it goes `decompose`",
     "_dispatch_cache": "of an OpOverload, to be cleared when `py_kernels` has changed",
     "_cdata": "of a tensor, storage or generator: the address of its C++ object",
     "_version": "of a tensor: how often its memory has been written",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fngraph.torch_facts.names import OpOverload
+from fngraph.torch_facts.names import OpOverload, has_kernel
 
 aten = torch.ops.aten
 
@@ -59,6 +59,17 @@ def is_view(func: Any) -> bool:
     if schema is None or schema.is_mutable:
         return False
     return any(r.alias_info is not None for r in schema.returns)
+
+
+@functools.cache
+def is_composite(op: OpOverload) -> bool:
+    """Whether torch runs an op as the others that it is made of.
+
+    silu's and mish's backward are made of others too and yet have kernels, which run: of numbers in
+    bfloat16 these compute in float32, and round once.
+    """
+    own = has_kernel(op.name(), "CPU") or has_kernel(op.name(), "CUDA")
+    return op._can_decompose() and not own
 
 
 def inputs_of(op: OpOverload) -> list[tuple[str, str]]:

@@ -448,6 +448,10 @@ ZOO: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "masked gradients": lambda x, y: (
         torch.func.grad(lambda w: F.layer_norm(x, (4,), w).pow(3).sum())(y[0]),
         torch.func.grad(lambda w: F.conv1d(x[None], w).pow(2).sum())(y[:, :3, None])),
+    "gradients in bfloat16": lambda x, y: (
+        torch.ops.aten.silu_backward(x.bfloat16(), y.bfloat16()),
+        torch.ops.aten.mish_backward(x.bfloat16(), y.bfloat16()),
+        torch.ops.aten.gelu_backward(x.bfloat16(), y.bfloat16())),
     "foreach": lambda x, y: (torch._foreach_add([x, y[0]], [y, x[0]]), torch._foreach_norm([x]),
                              torch._foreach_sqrt([x[0]])),  # new lists, of one result and several
     "foreach in place": foreach_,

@@ -14,7 +14,7 @@ import fngraph as fg
 from fngraph.models import llama, naming
 from fngraph.models.training import adamw
 from fngraph.models.training.flat import Flat, packed, unpacked
-from fngraph.models.training.step import make_train_step
+from fngraph.models.training.step import gradients, make_train_step
 from fngraph.models.training.texts import dropped, make_loss, nats_a_token
 from tests.models.conftest import DEVICES
 
@@ -226,6 +226,27 @@ def test_layers_in_bfloat16_leave_masters_in_float32():
     assert not torch.equal(got.matrices, got.matrices.bfloat16().float())
     assert 1e-6 < (got.matrices - wide.matrices).abs().max() < 0.02
     assert metrics[-1]["loss"] < metrics[0]["loss"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device, recorder", DEVICES)
+def test_gradients_are_those_of_backward(device: str, recorder: str, dtype: torch.dtype):
+    loss, (batch,) = make_loss(SMALL, dtype=dtype), tokens(1, 4, 17, device=device)
+    params = packed(naming.named(llama.init_params(SMALL, device=device)))
+
+    def step(params: Any, batch: Tensor) -> Any:
+        leaves, treedef = fg.core.trees.flatten(params)
+        return gradients(lambda w: loss(fg.core.trees.unflatten(treedef, w), batch), leaves)
+
+    leaves, treedef = fg.core.trees.flatten(params)
+    leaves = [w.clone().requires_grad_() for w in leaves]
+    with torch.enable_grad():
+        value = loss(fg.core.trees.unflatten(treedef, leaves), batch)
+        value.backward()
+    want = [w.grad for w in leaves], value.detach()
+    fast = fg.graphify(step, stage="batch", modes="FULL", recorder=recorder)
+    for got in (step(params, batch), fast(params, batch)):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_dropout_is_another_at_each_step():

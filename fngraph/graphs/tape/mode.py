@@ -18,6 +18,7 @@ from fngraph.graphs.tape.ops import Nested, TapeOp
 from fngraph.graphs.tape.shapes import Like, expected, mapped
 from fngraph.graphs.witness import check_no_read, op_at
 from fngraph.torch_facts.names import TorchDispatchMode, tree_leaves
+from fngraph.torch_facts.schemas import is_composite
 
 aten = torch.ops.aten
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
@@ -37,7 +38,7 @@ class TapeMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         schema = func._schema
-        if func._can_decompose():  # inference tensors bring composite ops in one part
+        if is_composite(func):  # inference tensors bring composite ops in one part
             with self:
                 return func.decompose(*args, **kwargs)
         check_no_read(func, args, kwargs, self.within)

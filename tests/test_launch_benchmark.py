@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import fngraph as fg
 from benchmarks import harness, launch
 from benchmarks.decode.models import MODELS
-from benchmarks.launch import beside, kernels, programs, turns
+from benchmarks.launch import attending, beside, kernels, mixes, turns
 from fngraph.core import Work
 
 PREDICTED = ("1B", "8B")
@@ -33,11 +34,11 @@ def test_constants_are_of_other_shapes(name: str) -> None:
     config = MODELS[name].config
     sizes = kernels.WHOLE
     assert not weights_of(config) & set(itertools.product(sizes.columns, sizes.depth))
-    assert {n for pair in weights_of(config) for n in pair}.isdisjoint((sizes.width, programs.E))
+    assert {n for pair in weights_of(config) for n in pair}.isdisjoint((sizes.width, mixes.E))
     tokens = launch.measure.flags["--tokens"]["default"]
     assert set(tokens).isdisjoint(set(sizes.rows) - {1})  # of one row there is one number alone
-    assert set(tokens).isdisjoint({*programs.WHOLE.chunks, *programs.WHOLE.reqs} - {1})
-    heads = [(one.queries, one.keys) for one in programs.WHOLE.heads]
+    assert set(tokens).isdisjoint({*attending.WHOLE.chunks, *attending.WHOLE.reqs} - {1})
+    heads = [(one.queries, one.keys) for one in attending.WHOLE.heads]
     assert (config.num_heads, config.num_kv_heads) not in heads
 
 
@@ -48,7 +49,7 @@ def test_they_bracket_what_is_predicted(name: str) -> None:
         assert sizes.columns[0] <= columns
         assert sizes.depth[0] <= depth <= sizes.depth[-1]
     assert sizes.rows[0] == 1 and sizes.rows[-1] > 8192
-    assert config.head_dim in {one.width for one in programs.WHOLE.heads}
+    assert config.head_dim in {one.width for one in attending.WHOLE.heads}
 
 
 COSTS = {"view": 1.5, "pointwise": 4.0, "broadcast": 4.5, "reduction": 7.0, "cat": 6.0,
@@ -61,37 +62,73 @@ MADE: dict[str, tuple[str, ...]] = {
 STEP, EAGER, NODE, GAP, EACH = 30.0, 60.0, 0.02, 0.5, 1.25
 
 
-def law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mixes that take what is written above."""
+def law(monkeypatch: pytest.MonkeyPatch, slower: Callable[[int], float]) -> None:
+    """Mixes that take what is written above, on a host whose bursts take so many times as long."""
+    bursts = itertools.count()
 
-    def mix(names: Sequence[str], device: str) -> programs.Mix:
+    def mix(names: Sequence[str], device: str) -> mixes.Mix:
         works = tuple(
             Work(kind, kernels=int(kind != "view")) for name in names for kind in MADE[name]
         )
-        return programs.Mix(lambda: ("FULL", works), lambda: ("NONE", works), works)
+        return mixes.Mix(lambda: ("FULL", works), lambda: ("NONE", works), works)
 
-    def clocked(call: Callable[[], Any], device: str, bursts: int = 1) -> programs.Clocked:
+    def clocked(call: Callable[[], Any], device: str, bursts: int = 1) -> mixes.Clocked:
         mode, works = call()
         count = sum(work.kernels for work in works)
         if mode == "FULL":
-            return programs.Clocked(STEP + count * NODE, 9.0 + count * EACH)
-        host = EAGER + sum(COSTS[work.kind] for work in works)
-        return programs.Clocked(host, count * (EACH + GAP))
+            return mixes.Clocked(STEP + count * NODE, 9.0 + count * EACH)
+        return mixes.Clocked(0.0, count * (EACH + GAP))
 
-    monkeypatch.setattr(programs, "mix", mix)
-    monkeypatch.setattr(programs, "clocked", clocked)
+    def host_us(made: Any, ids: Any) -> list[float]:
+        _, works = made.step(ids)
+        us = EAGER + sum(COSTS[work.kind] for work in works)
+        return [us * slower(next(bursts))] * 3
+
+    monkeypatch.setattr(mixes, "mix", mix)
+    monkeypatch.setattr(mixes, "clocked", clocked)
+    monkeypatch.setattr(mixes.clocks, "host_us", host_us)
 
 
-def test_what_an_op_costs_is_found_from_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    law(monkeypatch)
-    found = programs.steps("cpu", blocks=2)
-    assert found.op_us == pytest.approx(COSTS)
-    assert found.eager_us == pytest.approx(EAGER) and found.full_us == pytest.approx(STEP + NODE)
+MIXES = 1 + len(mixes.OPS)
+HOSTS: dict[str, tuple[Callable[[int], float], float]] = {
+    "as fast all the time": (lambda burst: 1.0, 1.0),
+    "half as fast from a round on": (lambda burst: 1.0 + (burst >= 10 * MIXES), 2.0),
+    "slower in every round": (lambda burst: 1.0 + burst // MIXES / 12, 2.0),
+    "busy within some rounds": (lambda burst: 1.7 if burst % 31 == 0 else 1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_what_an_op_costs_is_found_from_mixes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slower, by = HOSTS[name]
+    law(monkeypatch, slower)
+    found = mixes.steps("cpu", blocks=2)
+    assert found.op_us == pytest.approx({kind: us * by for kind, us in COSTS.items()}, rel=0.02)
+    assert found.eager_us == pytest.approx(EAGER * by, rel=0.02)
+    assert found.full_us == pytest.approx(STEP + NODE)
     assert found.node_us == pytest.approx(NODE)
     assert found.gap_us == pytest.approx(GAP)
     works, us = found.mixed
     assert us == pytest.approx(EACH * sum(work.kernels for work in works))
     assert "product" not in {work.kind for work in works}
+
+
+def test_a_layer_costs_what_it_would_have_when_ops_were_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    law(monkeypatch, lambda burst: 1.0)
+    found = mixes.steps("cpu", blocks=1)
+    monkeypatch.setattr(mixes.clocks, "host_us", lambda made, ids: [1.7 * made.step(ids)])
+
+    def layers_of(count: int) -> Any:
+        each = {"NONE": 25.0, "PIECEWISE": 12.0}
+        call = lambda batch, mode: 40.0 + count * each[mode]  # noqa: E731
+        return attending.Layers(call, lambda batch: None, Counter())
+
+    found = found._replace(none=lambda: found.none_us)
+    few, many = layers_of(attending.FEW), layers_of(attending.MANY)
+    batch: Any = None
+    assert attending.hosts_us(few, many, batch, found, "cpu", 3) == pytest.approx((25.0, 12.0))
 
 
 def test_weights_are_others_call_after_call_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +173,7 @@ def test_what_is_off_by_more_than_is_allowed_is_missed() -> None:
 
 def test_modes_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = beside.make_bench("tiny", 32, [2], "cpu", None)
-    found = beside.opened(made, programs.NOTHING, [2], True, 32)
+    found = beside.opened(made, mixes.NOTHING, [2], True, 32)
     monkeypatch.setattr(beside, "timed", lambda *rest: turns.Timed([turns.Round(1, 1, 1)], None))
     yardstick = Steady(1.0)
     rows = [row for row, _ in beside.point(made, found, 2, True, 1, yardstick)]
@@ -154,7 +191,7 @@ def test_modes_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> Non
         list(beside.point(made, broken, 2, True, 1, yardstick))
 
 
-class Steady(programs.Yardstick):
+class Steady(mixes.Yardstick):
     """A host that is always as slow."""
 
     def __init__(self, by: float) -> None:
@@ -193,9 +230,9 @@ def test_a_step_is_predicted_with_the_host_as_slow_as_it_is_then(
 def test_the_host_is_as_slow_as_the_mix_beside_its_constants(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = programs.Yardstick("cpu", HOST, 1)
+    told = mixes.Yardstick("cpu", HOST, 1)
     times = [told.told_us * by for by in (1.0, 2.0, 9.0)]
-    monkeypatch.setattr(programs.clocks, "host_us", lambda made, ids: times)
+    monkeypatch.setattr(mixes.clocks, "host_us", lambda made, ids: times)
     assert told.slower() == 2.0
     assert told.told_us == 3.0 + 5.0 + 4.0 * (sum(work.kernels or 1 for work in told.mix.works) - 1)
 
@@ -247,7 +284,7 @@ def test_the_round_in_the_middle_is_by_what_it_is_off() -> None:
 def test_a_predicted_step_is_split_by_kind() -> None:
     made = beside.make_bench("tiny", 32, [2], "cpu", None)
     device = fg.core.DeviceConstants("d", 1e6, {"bfloat16": 1e6}, 1.0)
-    constants = programs.NOTHING._replace(device=device)
+    constants = mixes.NOTHING._replace(device=device)
     model = beside.opened(made, constants, [2], True, 32).model
     spec = fg.BatchSpec(2, 2, query_len=1, host=fg.HostBounds(1, 32))
     told = beside.kinds_of(model, spec)

@@ -31,7 +31,7 @@ import fngraph as fg
 from benchmarks.decode.models import MODELS
 from benchmarks.device import release
 from benchmarks.harness import BACKEND, DEVICE, Benchmark, Mistake, count, kept, show, some_of
-from benchmarks.launch import beside, kernels, programs
+from benchmarks.launch import attending, beside, kernels, mixes
 from benchmarks.workload import BLOCK_SIZE
 
 ALLOWED = 0.15
@@ -40,17 +40,15 @@ ALLOWED = 0.15
 def constants_of(flags: argparse.Namespace) -> fg.core.Constants:
     """Measured now."""
     device, tiny = flags.device, flags.quick
-    bursts = 2 if tiny else programs.BURSTS
+    bursts = 2 if tiny else mixes.BURSTS
     sizes = kernels.TINY if tiny else kernels.WHOLE
     grid = said("products", lambda: kernels.products(sizes, device))
     curves = said("ops by bytes", lambda: kernels.curves(sizes, device))
     bandwidth = kernels.bandwidth(device)
     rates = {"bfloat16": kernels.best_rate(grid), "float32": kernels.float32_rate(device)}
     release(device)
-    ops = said(
-        "ops by calls", lambda: programs.steps(device, 2 if tiny else programs.BLOCKS, bursts)
-    )
-    replay = programs.replay_us(device)
+    ops = said("ops by calls", lambda: mixes.steps(device, 2 if tiny else mixes.BLOCKS, bursts))
+    replay = mixes.replay_us(device)
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "the host, as a device"
     told = fg.core.DeviceConstants(
         name, bandwidth, rates, kernels.tiny_us(device), gap_us=ops.gap_us, curves=curves,
@@ -63,14 +61,14 @@ def constants_of(flags: argparse.Namespace) -> fg.core.Constants:
     def one_us(x: torch.Tensor) -> float:
         return told.time(fg.core.Work("pointwise", 2 * x.nbytes))[0]
 
-    asked = programs.TINY if tiny else programs.WHOLE
-    attention = said("attention", lambda: programs.attention(
+    asked = attending.TINY if tiny else attending.WHOLE
+    attention = said("attention", lambda: attending.attention(
         asked, device, flags.backend, ops, replay, one_us, bursts
     ))  # fmt: skip
     release(device)
     curves["decode attention"] = attention.decode
     curves |= {f"prefill attention {width}": curve for width, curve in attention.prefill.items()}
-    one = told.time(fg.core.Work("pointwise", 2 * programs.E * 2))[0]
+    one = told.time(fg.core.Work("pointwise", 2 * mixes.E * 2))[0]
     host = platform.processor() or platform.machine()
     told = dataclasses.replace(
         told, boundary_us=attention.boundary_us, step_us=max(ops.one_us - one, 0.0), curves=curves
@@ -153,9 +151,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
             raise Mistake(f"--constants {flags.constants}: {error}") from error
     shown(constants)
     figures: dict[str, Any] = {"step": [], "kinds": []}
-    yardstick = programs.Yardstick(
-        flags.device, constants.host, 2 if flags.quick else programs.BLOCKS
-    )
+    yardstick = mixes.Yardstick(flags.device, constants.host, 2 if flags.quick else mixes.BLOCKS)
     for name in flags.models:
         began = time.perf_counter()
         for row, kinds in beside.rows_of(

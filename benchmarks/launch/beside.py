@@ -20,7 +20,7 @@ from benchmarks.decode.bench import Bench, make_bench
 from benchmarks.decode.judging import Wrong, off
 from benchmarks.decode.ours import greedy
 from benchmarks.device import release, wait
-from benchmarks.launch.programs import Yardstick
+from benchmarks.launch.mixes import Yardstick
 from benchmarks.launch.turns import in_the_middle, timed
 from benchmarks.workload import BLOCK_SIZE, batch_of, to_device
 

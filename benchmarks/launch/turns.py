@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.decode import clocks
 from benchmarks.decode.bench import Made
-from benchmarks.launch.programs import Yardstick, made_of
+from benchmarks.launch.mixes import Yardstick, made_of
 
 SLOW_US = 2e4  # of a step that is measured less often
 ROUND_US, SLOW_ROUND_US = 2.5e4, 2e5

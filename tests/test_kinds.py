@@ -3,17 +3,22 @@ itself, and not an attribute that some line inside misses."""
 
 from __future__ import annotations
 
+import enum
 import inspect
+import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import toys
 
 import fngraph as fg
 from fngraph import errors
+from fngraph.core.kinds import checked
 
 BAD = ["x", None, 4, -1, 2.5, object()]
 WITHIN = {  # what stages hand on to one another, and no caller makes
@@ -24,10 +29,30 @@ CONSTANTS = fg.core.Constants(
     fg.core.DeviceConstants("d", 1e6, {"float32": 1e6}, 1.0),
     fg.core.HostConstants("h", 1.0, 1.0, 0.0, 1.0, 1.0),
 )
-FUNCTIONS = [
-    fg.buffer, fg.check, fg.dispatch, fg.explain, fg.from_module, fg.graphify, fg.graphify_encoder,
-    fg.like, fg.trust_rows,
-]  # fmt: skip
+MADE = {"Board", "DispatchTable", "Encoder", "Grid", "KeyBounds", "Stats", "Step"}
+"""Classes that fngraph makes, and no caller."""
+ELSE = {"make_board", "quantize_fp8", "quantize_fp8_rows", "scaled_linear", "write_cache"}
+"""What needs a process group, and ops of tensors, whose kinds torch looks at."""
+
+
+def public() -> dict[str, Callable[..., Any]]:
+    """Functions and classes that a user calls, by module and name."""
+    found = {}
+    for module in (fg, fg.core, fg.integrations, fg.ops, fg.passes, fg.report, fg.testing):
+        for name in getattr(module, "__all__", None) or dir(module):
+            one = getattr(module, name)
+            ours = getattr(one, "__module__", "").startswith("fngraph")
+            called = ours and (inspect.isfunction(one) or inspect.isclass(one))
+            known = inspect.isclass(one) and issubclass(one, enum.Enum | Exception)
+            if called and not known and name not in MADE | ELSE:
+                found[f"{module.__name__.removeprefix('fngraph.')}.{name}"] = one
+    return found
+
+
+PUBLIC = public()
+
+
+SAID_BY_OTHERS = re.compile("os.PathLike|device string")
 
 
 def said_by_us(error: Exception) -> bool:
@@ -56,7 +81,7 @@ def faults(name: str, fn: Callable[..., Any]) -> Iterator[str]:
         try:
             fn(*args, **named)
         except Exception as error:
-            if not said_by_us(error) and "os.PathLike" not in str(error):
+            if not said_by_us(error) and not SAID_BY_OTHERS.search(str(error)):
                 yield f"{name}({told}): {type(error).__name__}: {error}"
 
 
@@ -116,9 +141,76 @@ def test_methods_say_what_they_were_given(
     assert found == [] and tried
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
-def test_functions_say_what_they_were_given(fn: Callable[..., Any]):
-    assert [*faults(fn.__name__, fn)] == []
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PUBLIC)
+def test_functions_say_what_they_were_given(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert [*faults(name, PUBLIC[name])] == []
+
+
+@checked
+def taking(
+    a: int,
+    b: Sequence[int] = (),
+    *more: str,
+    c: float | None = None,
+    d: Mapping[str, tuple[int, str]] = MappingProxyType({}),
+    e: Callable[[], int] | bool = True,
+    f: Literal["x", "y"] = "x",
+    g: fg.Limits | Iterable[int] = (),
+    **rest: int,
+) -> nowhere.Known:  # type: ignore[name-defined]  # noqa: F821
+    """Arguments of every kind."""
+    return a, b, more, c, d, e, f, g, rest
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: taking(1), lambda: taking(np.int64(1), np.arange(3)), lambda: taking(1, [1, 2]),
+        lambda: taking(1, range(3), "m", "n", c=2, z=4), lambda: taking(1, c=2.5),
+        lambda: taking(1, d={"k": (1, "v")}, e=lambda: 3, f="y", g=(n for n in (1, 2))),
+        lambda: taking(1, g=fg.Limits(8, 4)),
+        lambda: taking(a=1, b=(), d={"k": [1, "v"]}),
+    ],
+)  # fmt: skip
+def test_what_fits_is_taken(call: Callable[[], Any]):
+    assert call()[0] == 1
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda: taking("1"), "a='1' is a str. Pass an int"),
+        (lambda: taking(True), "a=True is a bool. Pass an int"),
+        (lambda: taking(1, "12"), "b='12' is a str. Pass a list of ints"),
+        (lambda: taking(1, [1, 2.5]), "b[1]=2.5 is a float. Pass an int"),
+        (lambda: taking(1, [1], "m", 3), "more[1]=3 is an int. Pass a str"),
+        (lambda: taking(1, c="2"), "c='2' is a str. Pass a number or None"),
+        (lambda: taking(1, d=[1]), "d=[1] is a list. Pass a dict to a tuple of an int, a str"),
+        (lambda: taking(1, d={1: (1, "v")}), "a key of d=1 is an int. Pass a str"),
+        (lambda: taking(1, d={"k": (1, 2)}), "d['k'][1]=2 is an int. Pass a str"),
+        (lambda: taking(1, d={"k": (1,)}), "d['k']=(1,) is a tuple. Pass a tuple of an int, a str"),
+        (lambda: taking(1, e=3), "e=3 is an int. Pass a function or True or False"),
+        (lambda: taking(1, f="z"), "f='z' is a str. Pass 'x' or 'y'"),
+        (lambda: taking(1, g=["n"]), "g[0]='n' is a str. Pass an int"),
+        (lambda: taking(1, z="4"), "z='4' is a str. Pass an int"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_said(call: Callable[[], Any], text: str):
+    with pytest.raises(errors.SpecError) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+def test_wrong_counts_and_names_are_pythons_to_say():
+    for call in (lambda: taking(), lambda: fg.core.default_sizes()):  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            call()
+    with pytest.raises(TypeError, match="Did you mean 'ceiling'"):
+        fg.core.default_sizes(fg.Limits(8, 4), celing=4)  # type: ignore[call-arg]
 
 
 def test_what_only_some_steps_have_says_how_to_ask_for_it(in_hand: dict[str, Any]):
@@ -148,7 +240,7 @@ def test_numbers_that_mean_nothing(in_hand: dict[str, Any]):
     model, log = in_hand["LaunchModel"], in_hand["Log"]
     for share in (-1, -0.05, True, float("nan")):
         for ask in (model.crossing, model.ceiling):
-            with pytest.raises(errors.SpecError, match="of 0 or more"):
+            with pytest.raises(errors.SpecError, match=r"of 0 or more|Pass a number"):
                 ask(share)
     with pytest.raises(errors.SpecError, match="0 or more"):
         log.as_text(last=-1)

@@ -15,6 +15,7 @@ from fngraph.core.lookup import Dispatch
 from fngraph.core.modes import RUNTIME_MODES, Mode
 from fngraph.core.spec import BatchSpec
 from fngraph.core.table import DispatchTable
+from fngraph.core.text import expect
 from fngraph.errors import ModesError
 
 
@@ -62,10 +63,14 @@ def agree(proposals: Sequence[Proposal]) -> tuple[Decision, ...]:
 
     Raises:
         ModesError: nobody proposes, or ranks planned different tables.
+        SpecError: what is no proposal.
 
     Source: the second of vLLM 0.33's two ways to agree over data-parallel ranks. Its first pads
     every rank to the largest padded batch: the same, with padded counts proposed.
     """
+    expect(Sequence, "one Proposal a rank", proposals=proposals)
+    for i, one in enumerate(proposals):
+        expect(Proposal, "what fg.core.propose gives", **{f"proposals[{i}]": one})
     if not proposals:
         raise ModesError("No rank proposes anything. Pass one Proposal a rank.")
     plans = [proposal.plan_hash for proposal in proposals]
@@ -94,6 +99,9 @@ def settle(table: DispatchTable, spec: BatchSpec, decision: Decision) -> Dispatc
     Ranks differ in nothing but adapters then; a table without a `cost` pads those alike. Where
     the agreed batch has no key, every rank finds that out by itself and runs unpadded.
     """
+    expect(DispatchTable, "step.table", table=table)
+    expect(BatchSpec, "fg.BatchSpec(num_tokens=..., num_reqs=...)", spec=spec)
+    expect(Decision, "what fg.core.agree gives", decision=decision)
     mode, num_tokens, num_reqs, query_len = decision
     if mode is Mode.NONE:
         return Dispatch(Mode.NONE, spec.descriptor(), "a rank runs NONE")

@@ -19,6 +19,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from fngraph.core.kinds import checked
 from fngraph.core.text import did_you_mean, expect, html, table, with_suggestions
 from fngraph.errors import FieldError
 
@@ -35,6 +36,7 @@ Sizes = Mapping[str, int]
 _OPERATORS = ast.Add | ast.Sub | ast.Mult | ast.FloorDiv | ast.Mod | ast.Pow
 
 
+@checked
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dim:
     """One dimension, such as `T`, `R + 1`, `2*T` or `64`, evaluated with `dim(T=3, R=2)`."""
@@ -224,6 +226,7 @@ class BufferPlan:
     __repr__ = as_text
 
 
+@checked
 def plan_buffers(fields: Mapping[str, Buffer], top: Sizes) -> BufferPlan:
     """The static buffers of `fields` (path to `Buffer`) at sizes `top`, the largest of any key."""
     planned = (PlannedBuffer(path, buf, buf.shape(top)) for path, buf in fields.items())
@@ -287,6 +290,7 @@ def declare(role: Any, text: str, **options: Any) -> Any:
     return made
 
 
+@checked
 def key_sizes(
     num_tokens: int, num_reqs: int | None, limits_reqs: int, dims: Sizes
 ) -> dict[str, int]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 
 from fngraph.core.covering import BUILT_IN, Field, built_in_fields, user_defined
+from fngraph.core.kinds import checked
 from fngraph.core.limits import Limits
 from fngraph.core.modes import Mode
 from fngraph.core.resolution import Resolution
@@ -154,6 +155,7 @@ def _ordered(keys: list[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
     return tuple(sorted(keys, key=lambda key: (-key.num_tokens, -key.adapters)))
 
 
+@checked
 def adapter_counts(
     max_adapters: int, *, powers: bool = False, without: bool = True
 ) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fngraph.core.kinds import checked
 from fngraph.core.spec import BatchDescriptor, BatchSpec
 from fngraph.errors import SpecError
 
@@ -60,6 +61,7 @@ class Equal(Rule):
         return "equal"
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class RoundedTo(Rule):
     """The captured value is the next of `captured` that holds the batch's. 0 is never rounded up.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from fngraph.core.covering import Field
 from fngraph.core.lookup import CROWDED, Class, Dispatch, Entry
@@ -32,6 +33,7 @@ def dispatch_by_definition(table: DispatchTable, spec: BatchSpec, allowed: Allow
         ModesError: no key covers the batch, and NONE is not allowed.
         SpecError: `spec` has a field that the table does not know.
     """
+    _check_kinds(table, spec)
     check_fields(table, spec)
     if isinstance(allowed, Dispatch):
         return decided(table, spec, allowed).key
@@ -45,6 +47,12 @@ def dispatch_by_definition(table: DispatchTable, spec: BatchSpec, allowed: Allow
     if Mode.NONE not in modes:
         raise ModesError(f"{spec!r} has no key among {sorted(map(str, modes))}.")
     return Mode.NONE, spec.descriptor()
+
+
+def _check_kinds(table: Any, spec: Any) -> None:
+    """Raise SpecError for what is no table or no spec."""
+    expect(DispatchTable, "a table, then a spec: dispatch(step.table, spec)", table=table)
+    expect(BatchSpec, "fg.BatchSpec(num_tokens, num_reqs)", spec=spec)
 
 
 def dispatch(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> Dispatch:
@@ -64,8 +72,7 @@ def dispatch(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> 
     if isinstance(allowed, Dispatch):
         return decided(table, spec, allowed)
     if not (isinstance(spec, BatchSpec) and isinstance(table, DispatchTable)):
-        expect(DispatchTable, "a table, then a spec: dispatch(step.table, spec)", table=table)
-        expect(BatchSpec, "fg.BatchSpec(num_tokens, num_reqs)", spec=spec)
+        _check_kinds(table, spec)
     lookup = table.lookup
     batch: Class = spec[CLASS]  # type: ignore[assignment]
     entries = lookup.classes.get(batch)

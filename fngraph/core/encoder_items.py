@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from fngraph.core import text
+from fngraph.core.kinds import checked
 from fngraph.core.text import with_suggestions
 from fngraph.errors import SizesError, SpecError
 
@@ -110,6 +111,7 @@ class EncoderPlan(NamedTuple):
         return f"{head}\n\n{text.table(('path', 'graphs', 'token budgets'), rows)}"
 
 
+@checked
 def token_budgets(low: int, high: int) -> Budgets:
     """`low` doubled as long as it stays within `high`, and `high` itself.
 
@@ -124,12 +126,14 @@ def token_budgets(low: int, high: int) -> Budgets:
     return tuple(sorted({*doubled, high}))
 
 
+@checked
 def fit(tokens: int, budgets: Budgets) -> int | None:
     """The smallest of the ascending `budgets` that holds `tokens`; None where none does."""
     at = bisect_left(budgets, tokens)
     return budgets[at] if at < len(budgets) else None
 
 
+@checked
 @with_suggestions
 def plan_encoder(
     low: int,
@@ -250,6 +254,7 @@ class Packed(NamedTuple):
     misses: int
 
 
+@checked
 def pack(items: Iterable[int | Mapping[str, int] | Item], plan: EncoderPlan) -> Packed:
     """Packs items, fewest tokens first, into batches that one graph a path serves.
 
@@ -300,6 +305,7 @@ def pack(items: Iterable[int | Mapping[str, int] | Item], plan: EncoderPlan) -> 
     return Packed(tuple(runs), hits, misses)
 
 
+@checked
 def item_of(item: int | Mapping[str, int] | Item, plan: EncoderPlan) -> Item:
     """An item with a count of tokens and sequences for each path of `plan`, in its order.
 
@@ -365,6 +371,7 @@ class Balance(NamedTuple):
     loads: tuple[int, ...]
 
 
+@checked
 def balance(sizes: Sequence[int], ranks: int) -> Balance:
     """Each item, largest first, goes to the least loaded rank; among equals to the first.
 

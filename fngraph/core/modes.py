@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from enum import Enum, IntEnum
 from itertools import combinations
 
-from fngraph.errors import ModesError
+from fngraph.errors import ModesError, SpecError
 
 
 class Mode(Enum):
@@ -127,6 +127,10 @@ class Support(IntEnum):
     UNIFORM_SINGLE_TOKEN_DECODE = 1
     UNIFORM_BATCH = 2
     ALWAYS = 3
+
+    @classmethod
+    def _missing_(cls, value: object) -> Support:
+        raise SpecError(f"{value!r} is no level of support. Pass one of {', '.join(map(str, cls))}")
 
     def __str__(self) -> str:
         return self.name

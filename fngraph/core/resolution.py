@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from fngraph.core.kinds import checked
 from fngraph.core.limits import Limits
 from fngraph.core.modes import Mode, Support
 from fngraph.core.sizes import Ladders, check_query_lens, default_sizes, ladders
@@ -45,10 +46,11 @@ class Resolution(NamedTuple):
         return "\n".join(lines)
 
 
+@checked
 @with_suggestions
 def resolve(
     modes: Mode | str | None = None,
-    support: Support | Mapping[str, Support] = Support.ALWAYS,
+    support: Support | int | Mapping[str, Support | int] = Support.ALWAYS,
     cut: str = "yes",
     query_lens: Sequence[int] = (1,),
     *,
@@ -161,7 +163,10 @@ def _by_model(
 
 
 def _by_support(
-    modes: Mode, support: Support | Mapping[str, Support], cut: str, query_lens: tuple[int, ...]
+    modes: Mode,
+    support: Support | int | Mapping[str, Support | int],
+    cut: str,
+    query_lens: tuple[int, ...],
 ) -> tuple[Mode, tuple[int, ...], list[str]]:
     """What the lowest capture level leaves of `modes` and of the query lengths."""
     reasons: list[str] = []
@@ -193,7 +198,7 @@ def _by_support(
     return modes, query_lens, reasons
 
 
-def _lowest(support: Support | Mapping[str, Support]) -> tuple[Support, str]:
+def _lowest(support: Support | int | Mapping[str, Support | int]) -> tuple[Support, str]:
     """The level that decides, and who declares it, in words."""
     if not isinstance(support, Mapping):
         return Support(support), f"attention ({Support(support)})"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from fngraph.core.kinds import checked
 from fngraph.core.limits import Limits
 from fngraph.core.text import with_suggestions
 from fngraph.errors import SizesError
@@ -13,6 +14,7 @@ from fngraph.errors import SizesError
 Ladder = tuple[int, ...]
 
 
+@checked
 @with_suggestions
 def default_sizes(
     limits: Limits,
@@ -65,6 +67,7 @@ def _grid(last: int) -> set[int]:
     return {*(size for size in small if size <= last), *range(256, last + 1, 16)}
 
 
+@checked
 def check_sizes(sizes: Iterable[int], limits: Limits | None = None) -> Ladder:
     """A user's ladder as a tuple.
 
@@ -126,6 +129,7 @@ def check_rounding(align: str, beyond: str) -> None:
         raise SizesError(f'beyond={beyond!r} is unknown. Pass beyond="cut" or beyond="drop".')
 
 
+@checked
 @with_suggestions
 def ladders(
     sizes: Iterable[int],

@@ -208,8 +208,19 @@ class KeyBounds(HostBounds):
 
 
 def sorted_extra(extra: ExtraLike) -> Extra:
-    """User-defined fields in the one order in which they are compared and hashed."""
-    return tuple(sorted(extra.items() if isinstance(extra, Mapping) else extra))
+    """User-defined fields in the one order in which they are compared and hashed.
+
+    Raises:
+        SpecError: no names with values.
+    """
+    pairs: Any = extra.items() if isinstance(extra, Mapping) else extra
+    try:
+        found = sorted((name, value) for name, value in pairs)
+    except (TypeError, ValueError):
+        found = [(None, None)]  # no pairs, or names that have no order
+    if not all(isinstance(name, str) for name, _ in found):
+        raise SpecError(f'extra={extra!r}: pass a dict, extra={{"ubatches": 2}}')
+    return tuple(found)
 
 
 def _counts(

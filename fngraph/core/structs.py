@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, dataclass_transform
 
 from fngraph.core.buffers import Buffer, buffer, declare
+from fngraph.core.text import expect
 from fngraph.core.where import is_user, user_line
 from fngraph.errors import FieldError, HostFieldError
 
@@ -159,8 +160,9 @@ def struct(cls: Any) -> Any:
     `dataclasses.replace` makes changed copies. Static fields must be hashable.
 
     Raises:
-        FieldError: more than one host field.
+        FieldError: more than one host field, or no class.
     """
+    expect(type, "a class: @fg.struct above it", FieldError, cls=cls)
     cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
     roles = {f.name: f.metadata.get("fngraph") for f in dataclasses.fields(cls)}
     children = tuple(n for n, role in roles.items() if role not in (host, static))

@@ -1,5 +1,5 @@
 """Small text tables, what every `as_text` of core is made of; the nearest of known names; and what
-is said where an argument is of another kind."""
+is said of an argument, or of a file, that is of another kind."""
 
 from __future__ import annotations
 
@@ -147,6 +147,38 @@ def a(noun: str) -> str:
     ('an int', 'a str')
     """
     return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
+
+
+def what_is_off(dumped: str, error: Exception, version: str | None = None) -> str:
+    """Why a text could not be read, in a few words that begin with "it".
+
+    Args:
+        error: what its reader ran into.
+        version: which `format` the reader reads; None: of its files there is but one.
+    """
+    import json  # 2 ms that dispatch never needs
+
+    if not dumped.strip():
+        return "it is empty"
+    try:
+        found = json.loads(dumped)
+    except ValueError as why:
+        return f"it is no JSON ({why})"
+    if not isinstance(found, dict):
+        return f"it is JSON of a {type(found).__name__}"
+    if version is not None and (other := found.get("format")) != version:
+        if type(other) is str and other.startswith(version.rpartition(" ")[0]):
+            return (
+                f"it is of another version of fngraph ({other!r}, and this one reads {version!r}). "
+                "Read it with that one, or write it again with this one"
+            )
+        if "traceEvents" in found:
+            return "it is a trace, for Perfetto and TensorBoard"
+        held = ", ".join(map(repr, list(found)[:4])) or "nothing"
+        return f"it is JSON of something else, which holds {held}"
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    return f"a part of it cannot be read ({type(error).__name__}: {error})"
 
 
 def unexpected(name: str, word: str, known: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from fngraph.core.kinds import checked
 from fngraph.core.text import did_you_mean, with_suggestions
 from fngraph.errors import SizesError, SpecError, TreeError
 
@@ -38,6 +39,7 @@ class Measured(NamedTuple):
     frames: int = 0
 
 
+@checked
 @with_suggestions
 @dataclasses.dataclass(frozen=True)
 class EncoderPath:
@@ -98,6 +100,7 @@ def rows_of_the_only_path(outputs: Mapping[str, Any], item: Any) -> Any:
     return rows
 
 
+@checked
 @with_suggestions
 @dataclasses.dataclass(frozen=True)
 class EncoderModel:

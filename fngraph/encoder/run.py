@@ -31,6 +31,7 @@ from fngraph.core import (
     trees,
 )
 from fngraph.core.encoder_items import ANY, DEFAULT_PATH
+from fngraph.core.kinds import checked
 from fngraph.errors import ModesError, SizesError, SpecError, TreeError
 from fngraph.step.step import Step
 
@@ -77,6 +78,7 @@ class Encoded(NamedTuple):
     ran: tuple[Ran, ...]
 
 
+@checked
 def encoder_limits(plan: EncoderPlan, path: str = DEFAULT_PATH, **dims: int) -> Limits:
     """The `fg.Limits` of a path's step: as wide as `EAGER_TOKENS`, for what no graph holds.
 
@@ -88,6 +90,7 @@ def encoder_limits(plan: EncoderPlan, path: str = DEFAULT_PATH, **dims: int) -> 
     return Limits(**{"max_tokens": widest, "max_reqs": widest, **dims})
 
 
+@checked
 def encode(
     steps: Step[Any] | Steps,
     plan: EncoderPlan,

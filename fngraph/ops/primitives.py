@@ -262,6 +262,10 @@ def define(
         BackendError: the name is taken, the schema writes nothing or returns something, or a tensor
             of it is no field of `args`, or a field no argument.
     """
+    expect(str, "", BackendError, name=name, schema=schema)
+    expect(Backend, "fg.ops.Backend(...)", BackendError, default=default)
+    expect(Callable, "a function", BackendError, configure=configure)
+    expect((Callable, type(None)), "a function", BackendError, around=around)
     if f"fngraph::{name}" in PRIMITIVES:
         raise BackendError(
             f"define({name!r}, ...): there is such a primitive. To run it in another way register "

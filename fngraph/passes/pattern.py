@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fngraph.core.text import did_you_mean
+from fngraph.core.kinds import checked
+from fngraph.core.text import did_you_mean, expect
 from fngraph.errors import PassError
 from fngraph.fx.generators import has_effect
 from fngraph.fx.nodes import is_tensor, line_of, mutates, storages_written
@@ -127,6 +128,7 @@ def match(pattern: Any, node: fx.Node, keeps: Sequence[str] = ()) -> Found | Non
     Args:
         keeps: labels of calls whose value is replaced too, and so may be read by others.
     """
+    _check_node(node)
     for found in tries(pattern, node):
         if not in_the_way(found, [found[label] for label in keeps]):
             return found
@@ -296,6 +298,7 @@ def _check_call(op: Any, args: Any) -> None:
         raise PassError(f"the arguments of {named(op)} are {args!r}: pass several, (found['x'],)")
 
 
+@checked
 def put(graph: fx.Graph, found: Found, value: fx.Node) -> None:
     """Let all that reads the root of a match read `value`, and take out what nobody reads."""
     found.inside[-1].replace_all_uses_with(value)
@@ -307,15 +310,21 @@ def put(graph: fx.Graph, found: Found, value: fx.Node) -> None:
 # --- what a value is ------------------------------------------------------------------------------
 
 
+def _check_node(x: fx.Node) -> fx.Node:
+    if not isinstance(x, fx.Node):
+        expect(fx.Node, "a node of the graph, whose value is a tensor", node=x)
+    return x
+
+
 def sizes(x: fx.Node) -> tuple[Any, ...]:
     """Its sizes, as numbers or as expressions in the trace's symbols, which compare without asking
     what they are."""
-    return tuple(map(_plain, x.meta["val"].shape))
+    return tuple(map(_plain, _check_node(x).meta["val"].shape))
 
 
 def strides(x: fx.Node) -> tuple[Any, ...]:
     """Its strides, likewise."""
-    return tuple(map(_plain, x.meta["val"].stride()))
+    return tuple(map(_plain, _check_node(x).meta["val"].stride()))
 
 
 def _plain(size: Any) -> Any:

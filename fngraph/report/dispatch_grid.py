@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fngraph.core import BatchSpec, DispatchTable, Explanation, Mode, dispatch
+from fngraph.core.kinds import checked
 from fngraph.core.text import with_suggestions
 from fngraph.report.figures import make_figure
 
@@ -36,6 +37,7 @@ class Cell(NamedTuple):
     padding: float
 
 
+@checked
 def mixed_grid(
     table: DispatchTable, max_tokens: int, max_reqs: int, adapters: int = 0
 ) -> list[list[Cell | None]]:
@@ -49,6 +51,7 @@ def mixed_grid(
     ]
 
 
+@checked
 def uniform_strip(
     table: DispatchTable, query_len: int, max_tokens: int, max_reqs: int, adapters: int = 0
 ) -> list[Cell | None]:
@@ -61,6 +64,7 @@ def uniform_strip(
     ]
 
 
+@checked
 @with_suggestions
 def draw_table(
     table: DispatchTable,
@@ -107,6 +111,7 @@ def draw_table(
     return figure
 
 
+@checked
 def explanation_table(explanation: Explanation) -> rich.table.Table:
     """One decision: the chosen key first, then each other key and the field that ruled it out."""
     from rich.table import Table

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from fngraph.core.kinds import checked
 from fngraph.report.figures import legend_above, make_figure
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 COLORS = ("#85827a", "#1f5fa8", "#c96a12", "#4f9a5b", "#b3382c")
 
 
+@checked
 def padded_sizes(ladder: Sequence[int], top: int) -> list[int]:
     """`found[n - 1]`: the size that a step of n rows runs at, for n up to `top`.
 
@@ -28,6 +30,7 @@ def padded_sizes(ladder: Sequence[int], top: int) -> list[int]:
     return found
 
 
+@checked
 def padding_share(histogram: Mapping[int, float], ladder: Sequence[int]) -> float:
     """Rows of padding for each true row, over the whole traffic; 0 for no traffic."""
     sizes = padded_sizes(ladder, max(histogram, default=0))
@@ -35,6 +38,7 @@ def padding_share(histogram: Mapping[int, float], ladder: Sequence[int]) -> floa
     return sum(sizes[n - 1] * steps for n, steps in histogram.items()) / rows - 1 if rows else 0.0
 
 
+@checked
 def draw_padding(
     histogram: Mapping[int, float], ladders: Mapping[str, Sequence[int]]
 ) -> matplotlib.figure.Figure:

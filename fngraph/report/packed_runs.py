@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fngraph.core import EncoderPlan, Item, Packed, item_of
+from fngraph.core.kinds import checked
 from fngraph.report.figures import make_figure
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Bar(NamedTuple):
         return 0 if self.budget is None else self.budget - sum(self.tokens)
 
 
+@checked
 def bars_of(
     packed: Packed, items: Iterable[int | Mapping[str, int] | Item], plan: EncoderPlan
 ) -> dict[str, list[Bar]]:
@@ -52,6 +54,7 @@ def bars_of(
     return bars
 
 
+@checked
 def draw_runs(
     packed: Packed, items: Iterable[int | Mapping[str, int] | Item], plan: EncoderPlan
 ) -> matplotlib.figure.Figure:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fngraph.core import HostBounds, Support
+from fngraph.core.kinds import checked
 from fngraph.core.spec import KeyBounds
 from fngraph.core.text import with_suggestions
 from fngraph.errors import BackendError, CaptureError, SpecError
@@ -39,6 +40,7 @@ class Checked(NamedTuple):
         return "\n".join(lines + [f"{n} calls refused: {why}" for why, n in self.refused.items()])
 
 
+@checked
 @with_suggestions
 def check_backend(
     name: str, *, query_len: int | None = None, device: torch.device | str = "cpu"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 
+from fngraph.core.kinds import checked
 from fngraph.graphs.replay import Replay
 
 Expected = int | Container[int] | Callable[[int], bool]
 """A number, `range(3, 6)` or another container of numbers, or `lambda n: n < 6`."""
 
 
+@checked
 def assert_graph(
     replay: Replay,
     *,

@@ -23,6 +23,7 @@ from fngraph.core.buffers import key_sizes
 from fngraph.core.costs.planner import Cost
 from fngraph.core.costs.roofline import BOUNDS, Constants, Work
 from fngraph.core.dispatching import dispatch
+from fngraph.core.kinds import checked
 from fngraph.core.modes import RUNTIME_MODES, Mode
 from fngraph.core.spec import BatchDescriptor, BatchSpec
 from fngraph.core.table import DispatchTable
@@ -140,6 +141,7 @@ def _step(mode: Mode, host_us: float, spent: Mapping[str, float], launches: int)
     return StepTime(mode, host_us, device_us, wall_us, bound, launches, parts)  # type: ignore[arg-type]
 
 
+@checked
 def crossing(gain: Callable[[int], float], most: int, share: float = SHARE) -> int | None:
     """The least size from which on graphs bring no more than `share`; None: they do up to `most`.
 

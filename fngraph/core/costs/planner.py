@@ -14,6 +14,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple, SupportsIndex
 
+from fngraph.core.kinds import checked
 from fngraph.core.text import with_suggestions
 from fngraph.errors import SizesError
 
@@ -27,6 +28,7 @@ def _rows(size: int) -> float:
     return size
 
 
+@checked
 @with_suggestions
 def plan_sizes(
     histogram: Histogram,
@@ -75,6 +77,7 @@ def plan_sizes(
     return _cheapest_within_count(problem, k)
 
 
+@checked
 def planned_cost(histogram: Histogram, sizes: Iterable[int], cost: Cost = _rows) -> float:
     """What this traffic costs in sum on the ladder `sizes`; steps beyond it cost their own size."""
     ladder = sorted(sizes)

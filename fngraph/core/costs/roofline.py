@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
-from fngraph.core.foreign import what_is_off
+from fngraph.core.kinds import checked
+from fngraph.core.text import what_is_off
 from fngraph.errors import SpecError
 
 BOUNDS = ("launch", "memory", "compute")
@@ -45,6 +46,7 @@ class Work(NamedTuple):
     called: str = ""
 
 
+@checked
 @dataclasses.dataclass(frozen=True, slots=True)
 class Curve:
     """Measured times over a size, straight from one to the next.

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from fngraph.core import text
 from fngraph.core.flights.flight import Flight, fields_of, spec_of
-from fngraph.core.foreign import what_is_off
 from fngraph.core.modes import RUNTIME_MODES, Mode
 from fngraph.core.spec import BatchSpec
+from fngraph.core.text import what_is_off
 from fngraph.errors import SpecError
 
 T = TypeVar("T")

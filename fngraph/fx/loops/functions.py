@@ -23,6 +23,7 @@ from fngraph.fx.loops.gradients import without_gradient
 from fngraph.fx.loops.trees import (
     brief,
     check_alike,
+    check_functions,
     check_one_device,
     check_pred,
     flatten,
@@ -55,11 +56,12 @@ def while_loop(cond: Callable[[C], torch.Tensor], body: Callable[[C], C], carry:
 
     Raises:
         TreeError: a carry that comes back otherwise, with its path, or on several devices; a
-            predicate that is not bool ().
+            predicate that is not bool (); what is no function.
         MutationError, RandomError, OperatorError, AliasError: in a trace, what a turn may not do.
         TransformError: a gradient is taken through it. `fori_loop` and `scan` have one.
     """
     fn = "fg.while_loop"
+    check_functions("fg.while_loop(cond, body, carry)", cond=cond, body=body)
     leaves, tree = flatten(carry, fn, "carry")
     named = list(zip(trees.paths(tree, "carry"), leaves))
     check_one_device(fn, named)
@@ -106,6 +108,7 @@ def fori_loop(
     Raises: as `while_loop` and `scan` do.
     """
     fn = "fg.fori_loop"
+    check_functions("fg.fori_loop(lower, upper, body, carry)", body=body)
     leaves, _ = flatten(carry, fn, "carry")
     device = leaves[0].device if leaves else torch.get_default_device()
     for name, bound in (("lower", lower), ("upper", upper)):
@@ -161,6 +164,7 @@ def scan(
         RowsError: in a trace, xs of T or R rows: a key has more of them than its batch.
         MutationError, RandomError, OperatorError, AliasError: in a trace, what a turn may not do.
     """
+    check_functions("fg.scan(body, carry, xs)", body=body)
     return _scan("fg.scan", body, carry, xs, length, reverse)
 
 
@@ -244,6 +248,7 @@ def cond(pred: bool | torch.Tensor, a: Callable[..., C], b: Callable[..., C], *a
         MutationError, RandomError, OperatorError, AliasError: in a trace, what they may not do.
     """
     fn = "fg.cond"
+    check_functions("fg.cond(pred, a, b, *args)", a=a, b=b)
     if isinstance(pred, torch.SymBool):
         _refuse_rows(f"fg.cond: pred is {pred}")
     if isinstance(pred, bool):

@@ -98,6 +98,14 @@ def brief(x: torch.Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {shape} on {x.device}"
 
 
+def check_functions(call: str, **given: Any) -> None:
+    """Raise TreeError for what is no function: `fg.scan(body, carry, xs)` is how it is called."""
+    for name, function in given.items():
+        if not callable(function):
+            shown = brief(function) if isinstance(function, torch.Tensor) else repr(function)
+            raise TreeError(f"{user_line()}: {name}={shown}, expected a function: {call}")
+
+
 def check_pred(fn: str, what: str, pred: Any) -> torch.Tensor:
     """A predicate that is one bool.
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from fngraph.core.kinds import checked
 from fngraph.fx.nodes import line_of
 from fngraph.passes.pattern import (
     EITHER_WAY,
@@ -40,6 +41,7 @@ class _Near(NamedTuple):
     known: dict[str, Any]
 
 
+@checked
 def why_not(pattern: Any, graph: fx.Graph, keeps: Sequence[str] = ()) -> str:
     """Where `graph` comes nearest to `pattern`, and what is in the way there; "" where it matches.
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fngraph.core.dispatching import Allowed, dispatch
 from fngraph.core.lookup import Dispatch
 from fngraph.core.modes import RUNTIME_MODES, Mode
-from fngraph.core.spec import BatchSpec
+from fngraph.core.spec import NO_BOUNDS, BatchSpec
 from fngraph.core.table import DispatchTable
 from fngraph.core.text import expect
 from fngraph.errors import ModesError
@@ -105,7 +105,9 @@ def settle(table: DispatchTable, spec: BatchSpec, decision: Decision) -> Dispatc
     mode, num_tokens, num_reqs, query_len = decision
     if mode is Mode.NONE:
         return Dispatch(Mode.NONE, spec.descriptor(), "a rank runs NONE")
-    joint = spec._replace(num_tokens=num_tokens, num_reqs=num_reqs, query_len=query_len)
+    joint = spec._replace(
+        num_tokens=num_tokens, num_reqs=num_reqs, query_len=query_len, host=NO_BOUNDS
+    )
     ran = dispatch(table, joint, RUNTIME_MODES[: mode.strength + 1])
     if ran.mode is Mode.NONE:
         return Dispatch(Mode.NONE, spec.descriptor(), f"over all ranks: {ran.reason}")

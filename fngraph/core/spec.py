@@ -29,16 +29,37 @@ CLASS = slice(2, 7)
 """`spec[CLASS]`, `descriptor[CLASS]`: the fields after the numbers of tokens and requests."""
 
 
-class HostBounds(NamedTuple):
+class _BoundsTuple(NamedTuple):
+    max_query_len: int | None
+    max_seq_len: int | None
+
+
+class HostBounds(_BoundsTuple):
     """Upper bounds that a scheduler knows and backends may bake in; never part of a key.
+
+    A bound that does not hold gives wrong numbers: backends read no further. Only what a spec's
+    counts refute is seen.
 
     Attributes:
         max_query_len: no request brings more tokens than this; None: not said.
         max_seq_len: no request is longer, this step's tokens included; None: not said.
+
+    Raises:
+        SpecError: what is no number, or below 0.
     """
 
-    max_query_len: int | None = None
-    max_seq_len: int | None = None
+    def __new__(cls, max_query_len: int | None = None, max_seq_len: int | None = None) -> Self:
+        bounds = (
+            bound
+            if bound is None or (type(bound) is int and bound >= 0)
+            else _bound(cls._fields[i], bound)
+            for i, bound in enumerate((max_query_len, max_seq_len))
+        )
+        return tuple.__new__(cls, bounds)
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # for _replace too
+        return cls(*iterable)
 
     @property
     def key(self) -> BatchDescriptor | None:
@@ -108,9 +129,12 @@ class BatchSpec(_SpecTuple):
             and (encoder_outputs is False or encoder_outputs is True)
             and not extra
         ):
+            if host is not NO_BOUNDS:
+                _check_host(host, num_tokens, num_reqs)
             counts = (num_tokens, num_reqs, query_len, adapters, cascade, encoder_outputs)
             return tuple.__new__(cls, (*counts, (), host))
         checked = _counts(num_tokens, num_reqs, query_len, adapters)
+        _check_host(host, *checked[:2])
         flags = _flag("cascade", cascade), _flag("encoder_outputs", encoder_outputs)
         return tuple.__new__(cls, (*checked, *flags, sorted_extra(extra), host))
 
@@ -223,6 +247,27 @@ def sorted_extra(extra: ExtraLike) -> Extra:
     return tuple(found)
 
 
+def _bound(name: str, bound: Any) -> int:
+    """A bound as a plain int. Raises SpecError for what bounds nothing."""
+    whole = _whole(name, bound)
+    if whole < 0:
+        raise SpecError(f"HostBounds({name}={bound}) is below 0. Pass None where it is not known.")
+    return whole
+
+
+def _check_host(host: Any, num_tokens: int, num_reqs: int) -> None:
+    """Raise SpecError for what are no bounds, or bounds that the counts refute."""
+    if not isinstance(host, HostBounds):
+        raise SpecError(f"host={host!r}: pass host=fg.HostBounds(max_query_len=..., ...)")
+    for name, most in zip(host._fields, host):
+        if most is not None and most * num_reqs < num_tokens:
+            raise SpecError(
+                f"BatchSpec({num_tokens}, {num_reqs}, host=HostBounds({name}={most})): "
+                f"{count(num_reqs, 'request')} of at most {count(most, 'token')} make "
+                f"{most * num_reqs}, fewer than num_tokens. Pass the largest over the requests"
+            )
+
+
 def _counts(
     num_tokens: Any, num_reqs: Any, query_len: Any, adapters: Any
 ) -> tuple[int, int, int | None, int]:
@@ -265,7 +310,8 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _whole(name: str, value: Any) -> int:
-    if not isinstance(value, Integral):  # a tensor has __index__ too, which waits for its value
+    # a tensor has __index__ too, which waits for its value
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise SpecError(
             f"{name}={value!r} is not a host integer. Pass {name}=int(...); a tensor is read "
             "before the step, not in it."

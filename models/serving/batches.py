@@ -145,7 +145,7 @@ def lay_out(
         batch = host_batch(spec)
         into = {name: x.numpy() for name, x in vars(batch).items() if name != "spec"}
     else:
-        batch = host_batch(joint._replace(host=spec.host))
+        batch = host_batch(joint._replace(host=widened(spec.host, joint)))
         into = pad_leaves(batch, spec.num_tokens, len(rows))
 
     ends = counts.cumsum()
@@ -210,9 +210,15 @@ def fill_more(
         into[name][:] = [getattr(request.settings, name) for request in asked]
 
 
+def widened(host: fg.HostBounds, joint: fg.BatchSpec) -> fg.HostBounds:
+    """Bounds under which the requests of a batch may bring the joint one's tokens too."""
+    least = -(-joint.num_tokens // joint.num_reqs)
+    return fg.HostBounds(*(None if most is None else max(most, least) for most in host))
+
+
 def padding(joint: fg.BatchSpec, host_batch: Callable[[fg.BatchSpec], Any]) -> Any:
     """A batch of nothing but padding."""
-    batch = host_batch(joint._replace(host=fg.HostBounds(joint.query_len or 1, 1)))
+    batch = host_batch(joint._replace(host=widened(fg.HostBounds(0, 0), joint)))
     pad_leaves(batch, 0, 0)  # offsets begin with 0
     return batch
 

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import sys
+from collections.abc import Callable
 
 import numpy
 import pytest
@@ -251,3 +252,36 @@ def test_a_flag_is_a_host_bool(name):
         assert getattr(BatchSpec(2, 2, **{name: true}), name) is True
     for false in (False, 0, numpy.bool_(False)):
         assert getattr(BatchSpec(2, 2, **{name: false}), name) is False
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: HostBounds(-1), "HostBounds(max_query_len=-1) is below 0"),
+        (lambda: HostBounds(max_seq_len=-2), "HostBounds(max_seq_len=-2) is below 0"),
+        (lambda: HostBounds("3"), "max_query_len='3' is not a host integer"),
+        (lambda: HostBounds(True), "max_query_len=True is not a host integer"),
+        (lambda: HostBounds()._replace(max_seq_len=2.5), "max_seq_len=2.5 is not a host integer"),
+        (lambda: BatchSpec(3, 3, host=7), "host=7: pass host=fg.HostBounds("),
+        (lambda: BatchSpec(3, 3, host=(1, 1)), "host=(1, 1): pass host=fg.HostBounds("),
+        (lambda: BatchSpec(5, 2, host=HostBounds(2)), "2 requests of at most 2 tokens make 4"),
+        (lambda: BatchSpec(5, 2, adapters=1, host=HostBounds(2)), "make 4, fewer than num_tokens"),
+        (lambda: BatchSpec(5, 2, host=HostBounds(5, 2)), "HostBounds(max_seq_len=2)"),
+        (lambda: BatchSpec(5, 2, host=HostBounds(3))._replace(num_tokens=7), "make 6, fewer"),
+        (lambda: BatchSpec(True, True), "num_tokens=True is not a host integer"),
+        (lambda: BatchSpec(3, 3, extra="ab"), "extra='ab': pass a dict"),
+        (lambda: BatchSpec(3, 3, extra=[1]), "extra=[1]: pass a dict"),
+        (lambda: BatchSpec(3, 3, extra={1: 2}), "extra={1: 2}: pass a dict"),
+    ],
+)  # fmt: skip
+def test_what_bounds_and_counts_refute(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        make()
+    assert text in str(caught.value)
+
+
+def test_bounds_that_hold_are_plain_ints() -> None:
+    bounds = BatchSpec(5, 2, host=HostBounds(numpy.int64(3), 9)).host
+    assert bounds == (3, 9) and type(bounds.max_query_len) is int
+    assert BatchSpec(4, 2, host=HostBounds(2, 2)).host == (2, 2)  # just
+    assert pickle.loads(pickle.dumps(bounds)) == bounds and copy.copy(bounds) == bounds

@@ -273,23 +273,29 @@ class Graphified(Generic[P, R]):
             return trace_function(args, options, Limits(1, 1), refuse, look)
         return trace_function(args, self.options, limits, refuse, look)
 
-    def bind(self, *held: Any) -> Bound[R]:
+    def bind(self, /, *held: Any, **named: Any) -> Bound[R]:
         """Bind the held arguments: they are flattened once, and a step no longer takes them.
+
+        Args:
+            held, named: in order, or by name: bind(params), bind(params=params).
 
         It is the tensors that are bound. One that moves is noticed at the next call; a new tensor
         put into the container that was passed here is not seen any more.
         """
-        return Bound(self, tuple(self._bound("bind", held, Role.HELD)))
+        return Bound(self, tuple(self._bound("bind", held, Role.HELD, named=named)))
 
-    def _bound(self, verb: str, given: Sequence[Any], *roles: Role) -> list[Any]:
-        """Arguments of some roles, in order; defaults are left out or not."""
+    def _bound(
+        self, verb: str, given: Sequence[Any], *roles: Role, named: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Arguments of some roles, in order or by name; defaults are left out or not."""
         try:
-            return self.signature.values(given, {}, *roles)
+            return self.signature.values(given, named or {}, *roles)
         except TreeError:
             names = [self.signature.names[i] for i in self.signature.positions(*roles)]
+            got = len(given) + len(named or {})
             raise TreeError(
                 f"{verb} takes {len(names)} arguments, {names}, which are "
-                f"{' or '.join(role.value for role in roles)}; got {len(given)}. Say which of them "
+                f"{' or '.join(role.value for role in roles)}; got {got}. Say which of them "
                 "come with each call: fg.graphify(..., donate=..., stage=...)"
             ) from None
 

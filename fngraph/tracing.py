@@ -110,6 +110,12 @@ def _traced(
         pin(graph.gm, ambient.default_dtype)
     inputs, results = inputs_of(graph.gm.graph), results_of(graph.gm.graph)
     returns = match_donated(args, list(results), found["tree"], inputs, refuse)
+    if not results and not refuse.errors:
+        shown = trees.unflatten(found["tree"], [])
+        refuse(TreeError(
+            f"forward returns {shown!r}, which holds no tensor, so that nobody could read what it "
+            "computes. Return it (is a return forgotten?)"
+        ))  # fmt: skip
     paths = trees.paths(found["tree"], "output")
     drop_dead(graph.gm.graph, raising=True)
     if not refuse.errors:

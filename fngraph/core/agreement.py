@@ -63,7 +63,7 @@ def agree(proposals: Sequence[Proposal]) -> tuple[Decision, ...]:
 
     Raises:
         ModesError: nobody proposes, or ranks planned different tables.
-        SpecError: what is no proposal.
+        SpecError: what is no proposal, or has counts that are no batch's.
 
     Source: the second of vLLM 0.33's two ways to agree over data-parallel ranks. Its first pads
     every rank to the largest padded batch: the same, with padded counts proposed.
@@ -71,6 +71,8 @@ def agree(proposals: Sequence[Proposal]) -> tuple[Decision, ...]:
     expect(Sequence, "one Proposal a rank", proposals=proposals)
     for i, one in enumerate(proposals):
         expect(Proposal, "what fg.core.propose gives", **{f"proposals[{i}]": one})
+        expect(Mode, "a Mode: fg.Mode.FULL", **{f"proposals[{i}].mode": one.mode})
+        BatchSpec(one.num_tokens, one.num_reqs, one.query_len)  # or the rule that they break
     if not proposals:
         raise ModesError("No rank proposes anything. Pass one Proposal a rank.")
     plans = [proposal.plan_hash for proposal in proposals]

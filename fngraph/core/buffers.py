@@ -141,7 +141,9 @@ class Buffer:
             raise FieldError(f"dtype {self.dtype!r} is none of {', '.join(ITEMSIZE)}.{near}")
         if self.min is not None and (type(self.min) is not int or "int" not in self.dtype):
             raise FieldError(f"min={self.min!r} of {self.dtype}: a whole number, of integers")
-        if isinstance(self.pad, str):
+        if not isinstance(self.pad, str):
+            _check_pad(self.pad, self.dtype, self.min)
+        else:
             if self.pad not in RAMPS:
                 raise FieldError(
                     f"pad={self.pad!r}: a number, 'stride' for query_start_loc, or 'last' for "
@@ -187,6 +189,26 @@ class Buffer:
 
 def _quoted(x: Any) -> str:
     return f'"{x}"' if isinstance(x, str) else repr(x)
+
+
+def _check_pad(pad: Any, dtype: str, least: int | None) -> None:
+    """Raise FieldError for a pad that a row of this dtype cannot hold, or must not."""
+    if not isinstance(pad, int | float):
+        raise FieldError(f"pad={pad!r} of {dtype}: a number, 'stride' or 'last'")
+    bits = 8 * ITEMSIZE[dtype]
+    whole = isinstance(pad, int) or pad.is_integer()
+    if dtype == "bool":
+        low, high = 0, 1
+    elif dtype.startswith("uint"):
+        low, high = 0, 2**bits - 1
+    elif dtype.startswith("int"):
+        low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    else:
+        return
+    if not (whole and low <= pad <= high):
+        raise FieldError(f"pad={pad!r} of {dtype}: a whole number, {low} to {high}")
+    if least is not None and pad < least:
+        raise FieldError(f"pad={pad!r} is below min={least}, which is said of every number")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

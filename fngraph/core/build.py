@@ -21,6 +21,7 @@ from fngraph.core.text import with_suggestions
 from fngraph.errors import SizesError, SpecError
 
 
+@checked
 @with_suggestions
 def build_table(
     modes: Mode | str | Resolution,

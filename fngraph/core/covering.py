@@ -8,10 +8,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from fngraph.core.kinds import checked
 from fngraph.core.spec import BatchDescriptor, BatchSpec
+from fngraph.core.text import expect
 from fngraph.errors import SpecError
 
 
@@ -104,7 +105,15 @@ class RoundedTo(Rule):
         return f"rounded to {', '.join(map(str, self.captured))} or {self.overflow}"
 
 
-class Field(NamedTuple):
+class _FieldTuple(NamedTuple):
+    name: str
+    rule: Rule
+    default: Hashable
+    full: tuple[Hashable, ...]
+    piecewise: tuple[Hashable, ...]
+
+
+class Field(_FieldTuple):
     """One field of a descriptor, as data.
 
     Attributes:
@@ -113,13 +122,19 @@ class Field(NamedTuple):
         default: a batch's value where its spec does not say.
         full: the values that FULL keys are captured at. None covers any.
         piecewise: the same for PIECEWISE keys.
+
+    Raises:
+        SpecError: a name that is no str, a rule that is none.
     """
 
-    name: str
-    rule: Rule
-    default: Hashable = 0
-    full: tuple[Hashable, ...] = (None,)
-    piecewise: tuple[Hashable, ...] = (None,)
+    def __new__(
+        cls, name: str, rule: Rule, default: Hashable = 0, full: tuple[Hashable, ...] = (None,),
+        piecewise: tuple[Hashable, ...] = (None,),
+    ) -> Self:  # fmt: skip
+        expect(str, name=name)
+        expect(Rule, "fg.core.Equal(), fg.core.AtLeast() or another rule", rule=rule)
+        expect(tuple, "(1, 2)", full=full, piecewise=piecewise)
+        return tuple.__new__(cls, (name, rule, default, full, piecewise))
 
     def covers(self, descriptor: BatchDescriptor, spec: BatchSpec) -> bool:
         """Whether a descriptor covers a batch as far as this field goes."""

@@ -102,6 +102,7 @@ def check_query_lens(query_lens: Sequence[int]) -> None:
         )
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Ladders:
     """Token counts to capture, ascending, for each kind of batch.

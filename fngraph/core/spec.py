@@ -242,9 +242,17 @@ def sorted_extra(extra: ExtraLike) -> Extra:
         found = sorted((name, value) for name, value in pairs)
     except (TypeError, ValueError):
         found = [(None, None)]  # no pairs, or names that have no order
-    if not all(isinstance(name, str) for name, _ in found):
-        raise SpecError(f'extra={extra!r}: pass a dict, extra={{"ubatches": 2}}')
+    if not all(isinstance(name, str) and _is_hashable(value) for name, value in found):
+        raise SpecError(f'extra={extra!r}: pass a dict to what has a hash, {{"ubatches": 2}}')
     return tuple(found)
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _bound(name: str, bound: Any) -> int:

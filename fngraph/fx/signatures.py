@@ -154,15 +154,26 @@ def signature(fn: Callable[..., Any], donate: Names, stage: Names) -> Signature:
             "out: forward, params, buffers = fg.from_module(module.eval()); fast = "
             'fg.graphify(forward, stage="x")'
         )
-    parameters = list(inspect.signature(fn).parameters.values())
+    text.expect(Callable, "a function of tensors", TreeError, forward=fn)
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (ValueError, TypeError):  # of C, which does not say
+        name = getattr(fn, "__name__", repr(fn))
+        raise TreeError(
+            f"Python cannot read which parameters {name} has. Name them: "
+            f'def forward(x): return {name}(x), and graphify(forward, stage="x")'
+        ) from None
     variadic = [p.name for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if variadic:
         raise TreeError(f"forward takes *{variadic[0]}; name its parameters, each has one role")
     names = tuple(p.name for p in parameters)
 
     def resolve(what: str, given: Names) -> set[str]:
+        text.expect(
+            (str, int, Iterable, type(None)), f"{what}='x', or 0", TreeError, **{what: given}
+        )
         many = [given] if isinstance(given, str | int) else list(given or ())
-        found = {names[x] if isinstance(x, int) and x < len(names) else x for x in many}
+        found = {names[x] if type(x) is int and x < len(names) else x for x in many}
         unknown = found - set(names)
         if unknown:
             name = unknown.pop()

@@ -271,6 +271,7 @@ def test_a_flag_is_a_host_bool(name):
         (lambda: BatchSpec(True, True), "num_tokens=True is not a host integer"),
         (lambda: BatchSpec(3, 3, extra="ab"), "extra='ab': pass a dict"),
         (lambda: BatchSpec(3, 3, extra=[1]), "extra=[1]: pass a dict"),
+        (lambda: BatchSpec(3, 3, extra={"u": [1]}), "extra={'u': [1]}: pass a dict to what has"),
         (lambda: BatchSpec(3, 3, extra={1: 2}), "extra={1: 2}: pass a dict"),
     ],
 )  # fmt: skip

@@ -225,6 +225,8 @@ def test_static_numbers_that_are_equal_are_traced_each():
 
 def test_errors_name_the_path_through_a_dataclass():
     fast = fg.graphify(lambda p, xs: xs * p.w, stage="xs")
+    fast(Frozen(torch.ones(2)), torch.ones(2))  # from now on torch knows the class
+    fast = fg.graphify(lambda p, xs: xs * p.w, stage="xs")
     with pytest.raises(TreeError, match=r"p\.extra is an int.*fg\.static\(\)"):
         fast(Plain(torch.ones(2), 3), torch.ones(2))
     fast(Plain(torch.ones(2)), torch.ones(2))

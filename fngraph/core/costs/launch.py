@@ -88,6 +88,8 @@ def predict(parts: Sequence[Part], constants: Constants, mode: Mode | str) -> St
     Raises:
         ModesError: no runtime mode.
     """
+    expect(Sequence, "those of a launch model, model.count(...)", parts=parts)
+    expect(Constants, "fg.core.Constants", constants=constants)
     mode = Mode.parse(mode)
     if mode not in RUNTIME_MODES:
         raise ModesError(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import reprlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
-from operator import itemgetter
+from numbers import Real
+from operator import index, itemgetter
 from typing import NamedTuple, SupportsIndex
 
 from fngraph.core.kinds import checked
@@ -62,6 +63,10 @@ def plan_sizes(
     if k is not None and memory_budget is None and bytes_per_size is None:
         what = f"k={k}"
     elif k is None and memory_budget is not None and bytes_per_size is not None:
+        if not memory_budget > 0:  # nan too
+            raise SizesError(f"memory_budget={memory_budget:g} holds nothing. Pass bytes, 2e9.")
+        if not callable(bytes_per_size) and not bytes_per_size > 0:
+            raise SizesError(f"bytes_per_size={bytes_per_size:g}: a size takes some. Pass 1e6.")
         if callable(bytes_per_size):
             return _cheapest_within_bytes(problem, memory_budget, bytes_per_size)
         what = f"memory_budget={memory_budget:g}"
@@ -145,7 +150,21 @@ def _problem(
             f"No candidate holds the largest step, {seen[-1]} tokens. Add {seen[-1]} to them."
         )
     steps = [below[bisect_left(seen, size + 1)] for size in sizes]
-    return Problem(tuple(sizes), tuple(map(cost, sizes)), tuple(steps))
+    costs = tuple(_numbers("cost", cost, sizes))
+    return Problem(tuple(map(index, sizes)), costs, tuple(steps))
+
+
+def _numbers(name: str, fn: Callable[[int], float], sizes: Iterable[int]) -> Iterator[float]:
+    """What a function says of each size.
+
+    Raises:
+        SizesError: no number, or one that nothing can be compared with.
+    """
+    for size in sizes:
+        found = fn(size)
+        if not isinstance(found, Real) or math.isnan(found):
+            raise SizesError(f"{name}({size}) is {reprlib.repr(found)}. Give a number, 2.5.")
+        yield float(found)
 
 
 def _cheapest_within_count(problem: Problem, k: int) -> tuple[int, ...]:
@@ -220,8 +239,8 @@ def _cheapest_within_bytes(problem: Problem, budget: float, bytes_of: BytesOf) -
     """
     sizes, costs, steps = problem
     plans: list[list[Plan]] = []
-    for i, size in enumerate(sizes):
-        need = bytes_of(size)
+    needed = _numbers("bytes_per_size", bytes_of, sizes)
+    for i, (size, need) in enumerate(zip(sizes, needed)):
         found: list[Plan] = [(need, costs[i] * steps[i], (size,))]
         for below, shorter in enumerate(plans):
             more = costs[i] * (steps[i] - steps[below])

@@ -17,7 +17,7 @@ from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 from fngraph.core.kinds import checked
-from fngraph.core.text import what_is_off
+from fngraph.core.text import expect, what_is_off
 from fngraph.errors import SpecError
 
 BOUNDS = ("launch", "memory", "compute")
@@ -320,6 +320,7 @@ class Constants(NamedTuple):
         """
         import json
 
+        expect(str, "what dumps() gave: path.read_text()", dumped=dumped)
         try:
             told = json.loads(dumped)
             device, host = dict(told["device"]), told["host"]

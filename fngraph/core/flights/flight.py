@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Self
 
 from fngraph.core import text
 from fngraph.core.dispatching import Allowed, dispatch
@@ -48,7 +49,11 @@ class Replayed(NamedTuple):
         return text.table(("over the whole stream", "value"), rows)
 
 
-class Flight(NamedTuple):
+class _FlightTuple(NamedTuple):
+    specs: tuple[BatchSpec, ...]
+
+
+class Flight(_FlightTuple):
     """A recorded stream of specs.
 
     Record by appending each step's `batch.spec` to a list (or a bounded deque), and make a
@@ -56,9 +61,17 @@ class Flight(NamedTuple):
 
     Attributes:
         specs: one a step, in order.
+
+    Raises:
+        SpecError: what are no specs.
     """
 
-    specs: tuple[BatchSpec, ...]
+    def __new__(cls, specs: Iterable[BatchSpec]) -> Self:
+        text.expect(Iterable, "a list of specs", specs=specs)
+        found = tuple(specs)
+        for i, spec in enumerate(found):
+            text.expect(BatchSpec, "batch.spec", **{f"specs[{i}]": spec})
+        return tuple.__new__(cls, (found,))
 
     def replay(self, table: DispatchTable, allowed: Allowed = None) -> Replayed:
         """What each step would run as under `table`. Raises as `dispatch`.
@@ -82,6 +95,7 @@ class Flight(NamedTuple):
 
     def histogram(self, query_len: int | None = None) -> dict[int, int]:
         """Tokens -> steps, of batches of this query length (None: mixed), for `plan_sizes`."""
+        text.expect((int, type(None)), "a number of tokens, or None", query_len=query_len)
         counts: dict[int, int] = {}
         for spec in self.specs:
             if spec.query_len == query_len:
@@ -101,6 +115,7 @@ class Flight(NamedTuple):
         Raises:
             SpecError: a line that is not a spec.
         """
+        text.expect(str, "what dumps() gave", dumped=dumped)
         lines = enumerate(dumped.splitlines(), 1)
         return cls(tuple(_spec(i, line) for i, line in lines if line.strip()))
 

@@ -152,6 +152,7 @@ class Log(NamedTuple):
         """
         import json
 
+        text.expect(str, "what dumps() gave", dumped=dumped)
         try:
             found = json.loads(dumped)
             if found.pop("format") != FORMAT:

@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as made_again
 
 from fngraph.core import trees
+from fngraph.core.text import expect
 from fngraph.core.where import defined_at, user_line
-from fngraph.errors import ClosureError, MutationError, RandomError
+from fngraph.errors import ClosureError, MutationError, RandomError, TreeError
 from fngraph.fx.generators import drawn
 from fngraph.fx.schemas import draws
 from fngraph.torch_facts.names import (
@@ -51,6 +52,7 @@ def checkpoint(fn: Body) -> Body:
         MutationError: it writes into an argument, which the second run would read.
         RandomError: it draws random numbers, of which the second run would draw others.
     """
+    expect(Callable, "a function", TreeError, body=fn)
 
     @functools.wraps(fn)
     def body(*args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,9 @@ import torch
 from torch import fx
 
 from fngraph.core import trees
+from fngraph.core.text import expect
 from fngraph.core.where import user_line
+from fngraph.errors import TreeError
 from fngraph.fx.blocks.call_keys import BodyCall, call_of, has_state
 from fngraph.fx.blocks.fakes import elements_of, fakes_like
 from fngraph.fx.nodes import SIZES, is_size
@@ -63,6 +65,7 @@ def block(fn: Body) -> Body:
     Args:
         fn: any function of trees of tensors and hashable values, to trees of tensors.
     """
+    expect(Callable, "a function", TreeError, body=fn)
 
     @functools.wraps(fn)
     def body(*args: Any, **kwargs: Any) -> Any:

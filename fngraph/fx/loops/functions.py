@@ -61,7 +61,7 @@ def while_loop(cond: Callable[[C], torch.Tensor], body: Callable[[C], C], carry:
         TransformError: a gradient is taken through it. `fori_loop` and `scan` have one.
     """
     fn = "fg.while_loop"
-    check_functions("fg.while_loop(cond, body, carry)", cond=cond, body=body)
+    check_functions("fg.while_loop(cond, body, carry)", "carry", cond=cond, body=body)
     leaves, tree = flatten(carry, fn, "carry")
     named = list(zip(trees.paths(tree, "carry"), leaves))
     check_one_device(fn, named)
@@ -108,7 +108,7 @@ def fori_loop(
     Raises: as `while_loop` and `scan` do.
     """
     fn = "fg.fori_loop"
-    check_functions("fg.fori_loop(lower, upper, body, carry)", body=body)
+    check_functions("fg.fori_loop(lower, upper, body, carry)", "i, carry", body=body)
     leaves, _ = flatten(carry, fn, "carry")
     device = leaves[0].device if leaves else torch.get_default_device()
     for name, bound in (("lower", lower), ("upper", upper)):
@@ -164,7 +164,9 @@ def scan(
         RowsError: in a trace, xs of T or R rows: a key has more of them than its batch.
         MutationError, RandomError, OperatorError, AliasError: in a trace, what a turn may not do.
     """
-    check_functions("fg.scan(body, carry, xs)", body=body)
+    check_functions("fg.scan(body, carry, xs)", "carry, x", body=body)
+    if not isinstance(reverse, bool):
+        raise TreeError(f"{user_line()}: fg.scan: reverse={reverse!r}, expected True or False")
     return _scan("fg.scan", body, carry, xs, length, reverse)
 
 
@@ -248,7 +250,7 @@ def cond(pred: bool | torch.Tensor, a: Callable[..., C], b: Callable[..., C], *a
         MutationError, RandomError, OperatorError, AliasError: in a trace, what they may not do.
     """
     fn = "fg.cond"
-    check_functions("fg.cond(pred, a, b, *args)", a=a, b=b)
+    check_functions("fg.cond(pred, a, b, *args)", None, a=a, b=b)
     if isinstance(pred, torch.SymBool):
         _refuse_rows(f"fg.cond: pred is {pred}")
     if isinstance(pred, bool):

@@ -6,6 +6,7 @@ expected and what came.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -98,12 +99,28 @@ def brief(x: torch.Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {shape} on {x.device}"
 
 
-def check_functions(call: str, **given: Any) -> None:
-    """Raise TreeError for what is no function: `fg.scan(body, carry, xs)` is how it is called."""
+def check_functions(call: str, takes: str | None, **given: Any) -> None:
+    """Raise TreeError for what is no function, or one of other arguments.
+
+    Args:
+        call: how it is called, `fg.scan(body, carry, xs)`.
+        takes: the functions' arguments, "carry, x"; None: the caller's own.
+    """
     for name, function in given.items():
         if not callable(function):
             shown = brief(function) if isinstance(function, torch.Tensor) else repr(function)
             raise TreeError(f"{user_line()}: {name}={shown}, expected a function: {call}")
+        try:
+            own = inspect.signature(function)
+            own.bind(*(takes or "").split(", "))
+        except ValueError:  # of C, which does not say
+            continue
+        except TypeError:
+            if takes is not None:
+                raise TreeError(
+                    f"{user_line()}: {call}: {name} takes {own}, and is called as {name}({takes}). "
+                    "A carry of several tensors is one tree: a, b = carry, in it"
+                ) from None
 
 
 def check_pred(fn: str, what: str, pred: Any) -> torch.Tensor:

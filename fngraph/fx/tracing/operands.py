@@ -79,11 +79,22 @@ def refused_by_torch(line: str, name: str, operands: Sequence[Operand], said: st
         name: of the call; `__add__` is told as add.
         said: torch's class and words.
     """
-    fix = _one_dtype(operands) if "same dtype" in said else ""
+    fix = "Make them fit. Called by itself, forward should fail here too"
+    if "same dtype" in said:
+        fix = _one_dtype(operands)
+    elif "does not require grad" in said:
+        fix = _GRADIENTS
     return OperatorError(
         f"{line}: forward calls {name.strip('_')}, which torch refuses ({said}). "
-        f"{listed(operands)}. {fix or 'Make them fit: forward fails here without fngraph too'}"
+        f"{listed(operands)}. {fix}"
     )
+
+
+_GRADIENTS = (
+    "What a graph is given asks for no gradient, also where the caller's tensors do. Take it with "
+    "torch.func.grad, or of leaves that forward makes: w = w.detach().requires_grad_(); "
+    "torch.autograd.grad(loss, w)"
+)
 
 
 def mixed(line: str, name: str, operands: Sequence[Operand], said: str) -> OperatorError:

@@ -35,6 +35,7 @@ from fngraph.options import (
 )
 from fngraph.shadow.saved import is_bare
 from fngraph.stages import Traced
+from fngraph.step.refused import Untold
 from fngraph.step.step import Step
 from fngraph.torch_facts.tracing import run_by_python
 from fngraph.tracing import Look, trace_function
@@ -142,6 +143,7 @@ class Graphified(Generic[P, R]):
         functools.update_wrapper(self, fn)
         self.options, self.signature = options, signature(fn, donate, stage)
         self._steps: dict[Any, Step[R]] = {}  # by exact shapes; one under None for a spec
+        self._untold = Untold()
         self._evicted = Stats()
         self._evictions: collections.Counter[Any] = collections.Counter()  # by structure
         self._lock = threading.RLock()
@@ -158,29 +160,32 @@ class Graphified(Generic[P, R]):
         """
         if is_tracing() or is_bare():
             return self.signature.fn(*args, **kwargs)
-        check_no_transform()
-        values = self._values(args, kwargs)
-        held = self.signature.positions(Role.HELD)
-        with self._lock:  # or the first calls of several threads would each make a step
-            try:
-                step = self._step_for(values, held)
-            except Exception as error:
-                raise users_part(error)  # noqa: B904 - the same error
+        fixed = None  # arguments that are a part of the function; None: not known
+        try:
+            check_no_transform()
+            values = self._values(args, kwargs)
+            held = self.signature.positions(Role.HELD)
+            fixed = tuple([values[i] for i in held if type(values[i]) is trees.Static])
+            with self._lock:  # or the first calls of several threads would each make a step
+                step = self._step_for(values, held, fixed)
+        except Exception as error:
+            self._untold.refuse(dict(self._steps), fixed, error)
+            raise users_part(error)  # noqa: B904 - the same error
         return step(*[v for i, v in enumerate(values) if i not in held])
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a function is that stands in a class: a method, whose `self` is the first argument."""
         return self if instance is None else types.MethodType(self, instance)
 
-    def _step_for(self, values: list[Any], held: list[int]) -> Step[R]:
+    def _step_for(self, values: list[Any], held: list[int], fixed: tuple[Any, ...]) -> Step[R]:
         (staged,) = self.signature.positions(Role.STAGED)
-        fixed = tuple([values[i] for i in held if type(values[i]) is trees.Static])
         key = fixed, _exact_shapes(values[staged])
         step = self._steps.get(key)
         if step is None and trees.register_dataclasses(values):
             key = fixed, _exact_shapes(values[staged])
         if step is None:
             step = self._first_call(values, staged)
+            self._untold.step_made(step, fixed)
         else:
             for position in held:
                 step.binding.check_argument(position, values[position])

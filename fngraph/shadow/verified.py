@@ -82,12 +82,24 @@ class VerifiedStep(Step[R]):
         if number < self._look:
             return Step.__call__(self, *args, allowed=allowed, **kwargs)
         with self._between_steps():
-            self._newest = max(self._newest, number)  # threads may come in another order
-            if self._newest < self._due:  # it had but to tell, or another's call had the turn
-                return Step.__call__(self, *args, allowed=allowed, **kwargs)
-            self._window += 1
-            self._due = self._look = verified_in(self._window, self.verify.share)
-            return self._verify(number, args, kwargs, allowed)
+            if self._is_due(number):
+                return self._verify(number, args, kwargs, allowed)
+            return Step.__call__(self, *args, allowed=allowed, **kwargs)
+
+    def _is_due(self, number: int) -> bool:
+        """Whether it is this call's turn; then the next one's is found."""
+        self._newest = max(self._newest, number)  # threads may come in another order
+        if self._newest < self._due:  # it had but to tell, or another's call had the turn
+            return False
+        self._window += 1
+        self._due = self._look = verified_in(self._window, self.verify.share)
+        return True
+
+    def _tell_refused(self, why: str) -> None:
+        """And count it as the others do, for whom it may be the turn of the call."""
+        with self.turn.lock:
+            self._is_due(next(self._calls))
+            Step._tell_refused(self, why)
 
     # what is read waits for what goes on
 

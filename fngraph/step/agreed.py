@@ -92,8 +92,18 @@ def failed_step(keys: Keys, prepared: Prepared | None, error: Exception, met: bo
         keys.has_failed = True
         say_failed(error)
     else:
+        tell_refused(peers, f"{type(error).__name__}: {error}")
+
+
+def tell_refused(peers: Peers | None, why: str) -> None:
+    """Come to the agreement on a step that this process does not take, so that nobody does.
+
+    Args:
+        why: the error that it has raised.
+    """
+    if peers is not None:
         with contextlib.suppress(RankError):  # they get one
-            meet(peers, "run a step", 0, 0, lambda: _raised(error), trouble=True)
+            meet(peers, "run a step", 0, 0, lambda: {RAISED: why}, trouble=True)
 
 
 def before_capture(keys: Keys, wanted: Sequence[Key]) -> None:

@@ -61,6 +61,7 @@ from fngraph.step.agreed import (
     before_step,
     before_times,
     failed_step,
+    tell_refused,
     telling,
 )
 from fngraph.step.binding import bind
@@ -201,6 +202,12 @@ class Step(Generic[R]):
             except Exception as error:
                 failed_step(last.keys, prepared, error, met)
                 raise
+
+    def _tell_refused(self, why: str) -> None:
+        """Tell the processes that its collectives meet of a call that is refused before it comes
+        here: as one that this refuses."""
+        with self.turn.lock:
+            tell_refused(self.last.keys.executable.peers, why)
 
     def _between_steps(self) -> AbstractContextManager[None]:
         """Work between two steps, alone: after the last one, and what goes on beside it."""

@@ -31,8 +31,8 @@ CONSTANTS = fg.core.Constants(
 )
 MADE = {"Board", "DispatchTable", "Encoder", "Grid", "KeyBounds", "Stats", "Step"}
 """Classes that fngraph makes, and no caller."""
-ELSE = {"make_board", "quantize_fp8", "quantize_fp8_rows", "scaled_linear", "write_cache"}
-"""What needs a process group, and ops of tensors, whose kinds torch looks at."""
+ELSE = {"quantize_fp8", "quantize_fp8_rows", "scaled_linear", "write_cache"}
+"""Ops of tensors, whose kinds torch looks at."""
 
 
 def public() -> dict[str, Callable[..., Any]]:

@@ -32,6 +32,7 @@ EXAMPLES = {
     "BatchSpec": "fg.BatchSpec(num_tokens=..., num_reqs=...)",
     "BatchDescriptor": "fg.BatchDescriptor(num_tokens=...)",
     "DispatchTable": "a DispatchTable, as step.table is",
+    "Axis": "an axis of a mesh, mesh['tp']",
     "Callable": "a function",
 }
 """What to pass, where a class says less."""

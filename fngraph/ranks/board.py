@@ -39,7 +39,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fngraph.errors import AbsentError
+from fngraph.core.text import expect
+from fngraph.errors import AbsentError, RankError
 
 SHARED = Path("/dev/shm")
 """Memory as files, of this host alone. Where there is none (macOS), there is no board."""
@@ -105,6 +106,10 @@ class Board:
         self._turn, self._heard = Turn.exchange(0), Turn.message(0)
         self._turns = threading.Lock()
         self._told = False  # and not all have it, as far as is known
+
+    def __repr__(self) -> str:
+        room = f", with room for {self.room} bytes" if self.room else ""
+        return f"Board(process {self.rank} of {self.size}, waits {self.timeout_s:g} s{room})"
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Everybody's numbers, in the order of ranks; it waits.
@@ -287,7 +292,15 @@ def make_board(group: Any, timeout_s: float, room: int = 0) -> Board | None:
         timeout_s: how long one waits for the others in an exchange, in seconds.
         room: bytes that a message of the first process may have, the same in all of them; twice as
             much memory is taken.
+
+    Raises:
+        RankError: no such group, a time that is not above 0, or room below it.
     """
+    expect(dist.ProcessGroup, "torch's: dist.new_group(backend='gloo')", RankError, group=group)
+    if not is_seconds(timeout_s):
+        raise RankError(f"make_board(timeout_s={timeout_s!r}): a number of seconds above 0")
+    if not isinstance(room, int) or isinstance(room, bool) or room < 0:
+        raise RankError(f"make_board(room={room!r}): a whole number of bytes, 0 or more")
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     made = _new_file(_bytes(size, room)) if rank == 0 else None
     try:
@@ -298,6 +311,11 @@ def make_board(group: Any, timeout_s: float, room: int = 0) -> Board | None:
         if made is not None:
             Path(made[0]).unlink()  # those who have it keep it
     return board if everywhere else None
+
+
+def is_seconds(value: object) -> bool:
+    """Whether it is a time that one may wait."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _new_file(length: int) -> tuple[str, bytes] | None:

@@ -10,6 +10,7 @@ that one function serves one process and many.
 from __future__ import annotations
 
 import dataclasses
+import keyword
 import math
 import os
 import weakref
@@ -21,10 +22,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fngraph.core import text
+from fngraph.core.kinds import checked
 from fngraph.errors import RankError
-from fngraph.ranks.board import Board, make_board
+from fngraph.ranks.board import Board, is_seconds, make_board
 
 
+@checked
 @dataclasses.dataclass(frozen=True, slots=True)
 class Axis:
     """One axis of a mesh, as a process sees it. Hashable: it may be a static field of params.
@@ -44,6 +47,7 @@ class Axis:
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank {self.rank} of {self.size})"
 
+    @checked
     def part(self, total: int, what: str = "rows") -> range:
         """Which of so many, split evenly and in order, are this process's.
 
@@ -60,6 +64,7 @@ class Axis:
         return range(self.rank * each, (self.rank + 1) * each)
 
 
+@checked
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mesh:
     """Named axes of a grid of processes; `mesh["tp"]` is one of them.
@@ -73,6 +78,7 @@ class Mesh:
     device: str = "cpu"
 
     @classmethod
+    @checked
     def over(cls, mesh: DeviceMesh) -> Mesh:
         """Of torch's, whose dims have names.
 
@@ -112,10 +118,11 @@ class Mesh:
         for axis in self.axes:
             if axis.name == name:
                 return axis
+        word = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+        by_name = f"An axis goes by its name: mesh[{next(iter(self.names), 'tp')!r}]"
+        made = f"Make it: make_mesh({name}=2)" if word else by_name
         near = text.did_you_mean(name, self.names)
-        raise RankError(
-            f"there is no axis {name!r} in {self!r}.{near} Make it: make_mesh({name}=2)"
-        )
+        raise RankError(f"there is no axis {name!r} in {self!r}.{near} {made}")
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -144,12 +151,15 @@ def make_mesh(device: str | None = None, *, timeout: float | None = None, **size
         sizes: processes along each axis, outermost first; their product is all there are.
 
     Raises:
-        RankError: another number of processes than were started, a size below 1, or a timeout that
-            is none.
+        RankError: another number of processes than were started, a size below 1, or a device or a
+            timeout that is none.
     """
     waits = TIMEOUT_S if timeout is None else timeout
-    if not isinstance(waits, int | float) or not 0 < waits < math.inf:
+    if not is_seconds(waits) or waits == math.inf:
         raise RankError(f"make_mesh(timeout={timeout!r}): a number of seconds above 0")
+    device = _device() if device is None else device
+    if device not in ("cpu", "cuda"):
+        raise RankError(f'make_mesh({device!r}): pass "cpu" or "cuda", or leave it out')
     wrong = [f"{name}={size!r}" for name, size in sizes.items() if not _is_count(size)]
     if wrong:
         raise RankError(f"make_mesh({', '.join(wrong)}): a size is a whole number from 1")
@@ -162,7 +172,12 @@ def make_mesh(device: str | None = None, *, timeout: float | None = None, **size
             f"{'is' if there == 1 else 'are'} here. Start it with: torchrun --nproc-per-node "
             f"{wanted} ..., or give sizes whose product is {there}"
         )
-    device = device or _device()
+    devices = torch.cuda.device_count()
+    if device == "cuda" and _local_rank() >= devices:
+        raise RankError(
+            f'make_mesh("cuda"): torch finds {devices} CUDA devices here, and process '
+            f'{_local_rank()} of this host has none. Start no more than that, or pass "cpu"'
+        )
     if wanted == 1 and not dist.is_initialized():
         return Mesh(tuple(Axis(name) for name in sizes), "cuda:0" if device == "cuda" else device)
     if device == "cuda":

@@ -198,6 +198,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "embed is split already. Pass params that are whole",
     ),
+    "another order": (
+        lambda: shard(llama.init_params(config_of()), mesh(0, tp=2), llama.specs(config_of())),
+        r"specs=Mesh\(tp=2; .*\) is a Mesh. Pass the family's specs\(config\)",
+    ),
+    "an axis": (
+        lambda: shard(
+            llama.init_params(config_of()), llama.specs(config_of()), mesh(0, tp=2)["tp"]
+        ),
+        r"mesh=Axis\('tp', rank 0 of 2\) is an Axis. Pass the whole mesh, fg.make_mesh\(tp=2\)",
+    ),
 }  # fmt: skip
 
 

@@ -3,16 +3,20 @@ for one that is gone is told."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rank_boards
 import starting
+import torch.distributed as dist
 
-from fngraph.ranks.board import ROW, Board
+from fngraph.errors import RankError
+from fngraph.ranks.board import ROW, Board, make_board
 from fngraph.ranks.faults import ROLL_CALL_S
 
 
@@ -76,6 +80,35 @@ def test_who_destroys_its_groups_has_left() -> None:
     (said, took), _ = starting.values(starting.run(rank_boards.left_by_destroying, 2))
     assert said.startswith("RankError: the agreement to run a step") and "has ended, or" in said
     assert took < ROLL_CALL_S + 1
+
+
+GROUP = dist.ProcessGroup(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ((2, 1.0), "group=2 is an int. Pass torch's"),
+        ((None, 1.0), "group=None is a NoneType. Pass torch's"),
+        *(
+            ((GROUP, time), "a number of seconds above 0")
+            for time in ("1", -1.0, 0, True, math.nan)
+        ),
+        *(((GROUP, 1.0, room), "a whole number of bytes") for room in (-1, "1", 1.5, True)),
+    ],
+)
+def test_what_is_no_board(given: Any, text: str) -> None:
+    with pytest.raises(RankError, match=text):
+        make_board(*given)
+
+
+def test_a_board_prints_what_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "board"
+    path.write_bytes(bytes(8 * (2 * ROW + 25)))
+    board = Board(os.open(path, os.O_RDWR), 0, 2, 1.5)
+    assert repr(board) == "Board(process 0 of 2, waits 1.5 s)"
+    board = Board(os.open(path, os.O_RDWR), 1, 2, 60, 100)
+    assert repr(board) == "Board(process 1 of 2, waits 60 s, with room for 100 bytes)"
 
 
 def test_threads_come_one_after_the_other(tmp_path: Path) -> None:

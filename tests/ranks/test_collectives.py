@@ -18,7 +18,7 @@ from rank_steps import Batch, batch
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.errors import RankError
+from fngraph.errors import RankError, SpecError
 
 RANDOM = (3, 4, 15, 16, 17, 19)
 MODES = ("FULL", "PIECEWISE", "NONE")
@@ -186,7 +186,45 @@ def test_an_axis_of_one_process_returns_what_it_is_given() -> None:
     assert dataclasses.replace(mesh["tp"]) in {mesh["tp"]}
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("inf"), "1"])
+@pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan"), "1", True])
 def test_a_timeout_that_is_none(timeout: Any) -> None:
     with pytest.raises(RankError, match="a number of seconds above 0"):
         fg.make_mesh("cpu", timeout=timeout, tp=1)
+
+
+@pytest.mark.parametrize("device", ["cup", "cuda:0", "", 0])
+def test_a_device_that_is_none(device: Any) -> None:
+    with pytest.raises(RankError, match=re.escape(f'make_mesh({device!r}): pass "cpu" or')):
+        fg.make_mesh(device, tp=1)
+
+
+@pytest.mark.parametrize("devices", [0, 3])
+def test_a_process_without_a_device(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(RankError, match=f"finds {devices} CUDA devices here, and process 3 of"):
+        fg.make_mesh("cuda", tp=4)
+
+
+@pytest.mark.parametrize("name", [0, None, "a b", "in"])
+def test_what_cannot_be_an_axis(name: Any) -> None:
+    """The fix is Python."""
+    with pytest.raises(RankError, match=r"An axis goes by its name: mesh\['dp'\]"):
+        fg.make_mesh("cpu", dp=1)[name]
+    with pytest.raises(RankError, match=r"Make it: make_mesh\(ep=2\)"):
+        fg.make_mesh("cpu", dp=1)["ep"]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: fg.Axis("tp", "2"), "size='2' is a str"),  # type: ignore[arg-type]
+        (lambda: fg.Mesh(TP), "is an Axis. Pass a list of an axis of a mesh, mesh['tp']"),  # type: ignore[arg-type]
+        (lambda: fg.Mesh.over(3), "mesh=3 is an int. Pass a DeviceMesh"),  # type: ignore[arg-type]
+        (lambda: TP.part("4"), "total='4' is a str"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_what_no_axis_and_no_mesh_is_made_of(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(text)):
+        call()

@@ -4,6 +4,7 @@ team is lost. No process is started here but for messages."""
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -80,6 +81,26 @@ def test_requests_go_on_over_another_cache() -> None:
     assert all(not job.computed and not len(job.blocks) for job in anew.waiting)
     assert len(anew.pool.free) == 5
     assert (anew.submitted, anew.soonest) == (3, 50.0)
+
+
+ALONE = fg.make_mesh("cpu", tp=1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "named", "text"),
+    [
+        (ALONE["tp"], {}, "is an Axis. Pass the whole mesh, fg.make_mesh"),
+        (2, {}, "mesh=2 is an int"),
+        (ALONE, {"meet": "no"}, "meet='no' is a str. Pass True or False"),
+        (ALONE, {"ahead": 1}, "ahead=1 is an int. Pass True or False"),
+        (ALONE, {"apart": "dp"}, "apart='dp' is a str. Pass names of axes"),
+        (ALONE, {"timeout": "3"}, "timeout='3' is a str. Pass datetime.timedelta"),
+        (ALONE, {"timeout": timedelta()}, "a time above 0"),
+    ],
+)  # fmt: skip
+def test_teams_of_another_kind(mesh: Any, named: Any, text: str) -> None:
+    with pytest.raises(fg.errors.RankError, match=text):
+        make_ranks(mesh, **named)
 
 
 def told_to_nobody(rank: int) -> str:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fngraph as fg
+from fngraph.core.text import expect
 
 FIRST = 8192  # bytes of a message that come at once; a longer one has a second part
 LENGTH = 8  # bytes that say how long one is
@@ -115,7 +116,17 @@ def make_ranks(
             mesh's timeout; else before the step.
         timeout: how long one waits for another's word, and so how long a leader may do nothing, and
             how soon a process that stalls is noticed. One that has ended is noticed at once.
+
+    Raises:
+        fg.errors.RankError: arguments of another kind.
     """
+    error = fg.errors.RankError
+    expect(fg.Mesh, "the whole mesh, fg.make_mesh(dp=2, tp=2)", error, mesh=mesh)
+    expect((tuple, list), 'names of axes, ("dp",)', error, apart=apart)
+    expect(bool, "True or False", error, meet=meet, ahead=ahead)
+    expect(timedelta, "datetime.timedelta(minutes=30)", error, timeout=timeout)
+    if timeout <= timedelta():
+        raise error(f"make_ranks(timeout={timeout!r}): a time above 0")
     if mesh.size == 1:
         return Ranks(meet=meet, axes=mesh.axes, ahead=ahead)
     own = {axis.name: axis.rank for axis in mesh.axes}

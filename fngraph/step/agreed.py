@@ -92,7 +92,7 @@ def failed_step(keys: Keys, prepared: Prepared | None, error: Exception, met: bo
         keys.has_failed = True
         say_failed(error)
     else:
-        tell_refused(peers, f"{type(error).__name__}: {error}")
+        tell_refused(peers, as_told(error))
 
 
 def tell_refused(peers: Peers | None, why: str) -> None:
@@ -104,6 +104,22 @@ def tell_refused(peers: Peers | None, why: str) -> None:
     if peers is not None:
         with contextlib.suppress(RankError):  # they get one
             meet(peers, "run a step", 0, 0, lambda: {RAISED: why}, trouble=True)
+
+
+@contextlib.contextmanager
+def refusing(keys: Keys, meets: bool = True) -> Iterator[None]:
+    """A context ahead of an agreement, in which a process may find that it does not come to it: the
+    others are told there.
+
+    Args:
+        meets: whether there is one to come.
+    """
+    try:
+        yield
+    except Exception as error:
+        if meets:
+            tell_refused(keys.executable.peers, as_told(error))
+        raise
 
 
 def before_capture(keys: Keys, wanted: Sequence[Key]) -> None:
@@ -226,8 +242,13 @@ def _say_where(peers: Peers, error: RankError, where: str) -> None:
     error.args = (f"{error}. In {where}{called}",)
 
 
-def _raised(error: Exception | None) -> Mapping[str, str]:
-    return {RAISED: f"{type(error).__name__}: {error}"}
+def _raised(error: Exception) -> Mapping[str, str]:
+    return {RAISED: as_told(error)}
+
+
+def as_told(error: Exception) -> str:
+    """An error, as others are told of it."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _named(key: Key) -> str:

@@ -44,7 +44,7 @@ from fngraph.graphs.recorder import describe
 from fngraph.graphs.replay import Replay, capture
 from fngraph.graphs.staging.buffers import Sizes, padding_rows, true_sizes
 from fngraph.graphs.staging.unpack import unpacker
-from fngraph.step.agreed import after_capture, after_warming, before_capture, telling
+from fngraph.step.agreed import after_capture, after_warming, before_capture, refusing, telling
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
 
@@ -213,7 +213,8 @@ def _named(key: Key) -> str:
 def capture_ahead(keys: Keys, wanted: Sequence[Key], progress: bool | str = False) -> None:
     """Capture these keys in order: one warm-up for each kind, then one session of the recorder."""
     with telling(keys, "capture"), without_collector():
-        keys.check_ready()
+        with refusing(keys, bool(wanted)):
+            keys.check_ready()
         before_capture(keys, wanted)
         _capture_all(keys, wanted, progress)
 

@@ -12,6 +12,7 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
+from fngraph.step.agreed import as_told
 from fngraph.step.step import Step
 
 Fixed = tuple[Any, ...] | None
@@ -28,7 +29,7 @@ class Untold:
 
     def refuse(self, steps: Steps, fixed: Fixed, error: Exception) -> None:
         """Tell the others that this process does not run a call, or keep it until a step can."""
-        why = f"{type(error).__name__}: {error}"
+        why = as_told(error)
         own = [step for (known, _), step in steps.items() if fixed in (None, known)]
         meeting = [step for step in own or steps.values() if _meets(step)]
         if meeting:

@@ -61,6 +61,7 @@ from fngraph.step.agreed import (
     before_step,
     before_times,
     failed_step,
+    refusing,
     tell_refused,
     telling,
 )
@@ -545,10 +546,11 @@ class Step(Generic[R]):
         Raises:
             CaptureError, SleepError, AddressError: as `capture_all`.
         """
-        expect((float, int), "milliseconds", budget_ms=budget_ms)
         with self._between_steps():
             now = self._keys_of_now()
-            now.check_ready()
+            with refusing(now, bool(now.missing)):
+                expect((float, int), "milliseconds", budget_ms=budget_ms)
+                now.check_ready()
             before_capture(now, now.missing)
             until = time.perf_counter() + budget_ms / 1000
             for key in now.missing:
@@ -578,8 +580,9 @@ class Step(Generic[R]):
         """
         with self._between_steps():
             now = self._keys_of_now()
-            self._release([keys for keys in self._family if keys is not now], descriptors)
-            now.check_ready()
+            with refusing(now, bool(descriptors or now.replays or now.failed)):
+                self._release([keys for keys in self._family if keys is not now], descriptors)
+                now.check_ready()
             (released,) = self._release([now], descriptors)
             named = [key for key in now.executable.table if key[1] in descriptors]
             capture_ahead(now, named if descriptors else released)
@@ -636,11 +639,12 @@ class Step(Generic[R]):
         Raises:
             KeyError: a key that is not captured. AddressError: a bound leaf has moved.
         """
-        expect(int, repeats=repeats)
-        if repeats < 1:
-            raise ValueError(f"repeats={repeats}: at least 1")
-        replay = self[descriptor]
         with self._between_steps(), telling(self.main, "times()"):
+            with refusing(self.main):
+                expect(int, repeats=repeats)
+                if repeats < 1:
+                    raise ValueError(f"repeats={repeats}: at least 1")
+                replay = self[descriptor]
             before_times(self.main, (replay.mode, replay.descriptor), repeats)
             return measure(self.main, replay, repeats)
 

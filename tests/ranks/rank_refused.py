@@ -28,6 +28,7 @@ REFUSED = [
     "verified, NumPy",
 ]  # fmt: skip
 STATIC = ("static, known", "static, at first")
+AHEAD = ("times", "capture_some", "capture_all", "recapture")
 
 
 @fg.struct
@@ -91,6 +92,38 @@ def static_calls(name: str, tp: fg.Axis, refuses: bool) -> list[Call]:
     return before + between + [lambda i=i, how=how: fast(p, x_of(i), how) for i, how in after]  # type: ignore[misc]
 
 
+def ahead_calls(name: str, tp: fg.Axis, refuses: bool) -> list[Call]:
+    """What captures or replays between the steps of one that is bound; then steps."""
+    p = params()
+
+    def forward(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return fg.all_reduce(x * p["w"], tp)
+
+    fast: Any = fg.graphify(forward, stage="x", modes="FULL")
+    step = fast.bind(p).capture(batch=x_of(0.0), progress=False)
+    (key,) = step
+    other = fg.BatchDescriptor(7) if refuses else key
+
+    def between() -> None:
+        if name == "times":
+            step.times(other, 1)
+        elif name == "recapture":
+            step.recapture(other)
+        elif name == "capture_some":
+            step.release()
+            step.capture_some("1" if refuses else 1.0)
+        else:
+            step.release()
+            was = p["w"].data
+            p["w"].data = was.clone() if refuses else was
+            try:
+                step.capture_all()
+            finally:
+                p["w"].data = was
+
+    return [between, *(lambda i=i: step(x_of(i)) for i in AFTER)]  # type: ignore[list-item, misc]
+
+
 def found_of(calls: Sequence[Call]) -> list[Any]:
     """The first number of what each call gives, or its error."""
     got: list[Tensor] = []
@@ -103,7 +136,7 @@ def refusing(rank: int) -> Callable[[str], dict[str, list[Any]]]:
     tp = fg.make_mesh("cpu", timeout=20, tp=2)["tp"]
 
     def do(name: str) -> dict[str, list[Any]]:
-        make = static_calls if name in STATIC else calls_of
+        make = static_calls if name in STATIC else ahead_calls if name in AHEAD else calls_of
         return {name: found_of(make(name, tp, rank == 0))}
 
     return do

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import rank_refused
 import starting
-from rank_refused import AFTER, REFUSED, STATIC, WINDOWS
+from rank_refused import AFTER, AHEAD, REFUSED, STATIC, WINDOWS
 
 
 @pytest.fixture(scope="module")
 def found() -> list[Any]:
-    return starting.in_turn(rank_refused.refusing, 2, (*REFUSED, *STATIC))
+    return starting.in_turn(rank_refused.refusing, 2, (*REFUSED, *STATIC, *AHEAD))
 
 
 def check_refused(own: str, other: str) -> None:
@@ -43,3 +43,14 @@ def test_nor_of_the_program_that_it_would_be(found: list[Any], name: str) -> Non
     check_refused(own[before], other[before])
     then = [10.0, *(2 * number for number in AFTER), *AFTER]
     assert own[before + 1 :] == other[before + 1 :] == then
+
+
+ERRORS = dict(zip(AHEAD, ("KeyError", "SpecError", "AddressError", "KeyError"), strict=True))
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_nor_what_captures_or_replays_between_steps(found: list[Any], name: str) -> None:
+    own, other = (one[name] for one in found)
+    assert own[0].startswith(f"{ERRORS[name]}: ")
+    assert other[0].startswith("RankError: to ") and f"rank 0 raised {ERRORS[name]}: " in other[0]
+    assert own[1:] == other[1:] == [2 * number for number in AFTER]

@@ -35,7 +35,7 @@ from fngraph.options import (
 )
 from fngraph.shadow.saved import is_bare
 from fngraph.stages import Traced
-from fngraph.step.refused import Untold
+from fngraph.step.agreed import Untold
 from fngraph.step.step import Step
 from fngraph.torch_facts.tracing import run_by_python
 from fngraph.tracing import Look, trace_function
@@ -169,7 +169,8 @@ class Graphified(Generic[P, R]):
             with self._lock:  # or the first calls of several threads would each make a step
                 step = self._step_for(values, held, fixed)
         except Exception as error:
-            self._untold.refuse(dict(self._steps), fixed, error)
+            with self._lock:
+                self._untold.refuse(self._steps, fixed, error)
             raise users_part(error)  # noqa: B904 - the same error
         return step(*[v for i, v in enumerate(values) if i not in held])
 

@@ -8,10 +8,12 @@ one sequence of attention or several. A graph holds so many tokens, sequences, i
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from operator import add, le
+from numbers import Integral
+from operator import add, ge, le
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -26,7 +28,10 @@ DEFAULT_PATH = "default"
 ANY = sys.maxsize  # of sequences: as many as there are tokens
 
 
-class Path(NamedTuple):
+@checked
+@with_suggestions
+@dataclasses.dataclass(frozen=True, slots=True)
+class Path:
     """One tower of an encoder, with budgets of its own.
 
     Attributes:
@@ -35,6 +40,9 @@ class Path(NamedTuple):
         unit: tokens of each sequence where all are alike; budgets are then whole sequences. None:
             sequences of any length.
         budgets: its own, ascending; None: `min_budget` doubled up to the plan's largest.
+
+    Raises:
+        SizesError: counts below 1, or budgets that do not ascend.
     """
 
     min_budget: int
@@ -42,14 +50,24 @@ class Path(NamedTuple):
     unit: int | None = None
     budgets: Budgets | None = None
 
+    def __post_init__(self) -> None:
+        for name, count in (("min_budget", self.min_budget), ("unit", self.unit)):
+            if count is not None and count < 1:
+                raise SizesError(f"Path({name}={count}) holds no token. Pass 1 or more.")
+        if self.budgets is not None:
+            _check_budgets(self.budgets)
+
     def ladder(self, largest: int) -> Budgets:
         """Its budgets, where the plan's largest is this.
 
         Raises:
-            SizesError: budgets that are not ascending, or none that holds a whole sequence.
+            SizesError: none that holds a whole sequence, or none at all up to that.
         """
-        if self.budgets is not None:
-            _check_budgets(self.budgets)
+        if self.budgets is None and self.min_budget > largest:
+            raise SizesError(
+                f"min_budget={self.min_budget} is beyond the largest budget, {largest} tokens. "
+                f"Pass min_budget={largest} or less, or a range that reaches it."
+            )
         found = self.budgets or token_budgets(self.min_budget, largest)
         if self.unit is not None:
             found = tuple(sorted({n - n % self.unit for n in found} - {0}))
@@ -98,6 +116,12 @@ class EncoderPlan(NamedTuple):
     def _repr_html_(self) -> str:
         return text.html(self.as_text())
 
+    def __repr__(self) -> str:
+        return text.named(self)
+
+    def __str__(self) -> str:
+        return self.as_text()
+
     def as_text(self) -> str:
         """The budgets of each path as a text table."""
         rows = [
@@ -119,16 +143,35 @@ def token_budgets(low: int, high: int) -> Budgets:
 
     >>> token_budgets(64, 800)
     (64, 128, 256, 512, 800)
+
+    Raises:
+        SizesError: `low` beyond `high`, or below 1.
     """
     if low < 1 or high < 1:
         raise SizesError(f"token_budgets({low}, {high}): budgets are positive. Pass 1 or more.")
+    if low > high:
+        raise SizesError(f"token_budgets({low}, {high}): none is within. Pass low <= high.")
     doubled = (low << i for i in range((high // low).bit_length()))
     return tuple(sorted({*doubled, high}))
 
 
 @checked
 def fit(tokens: int, budgets: Budgets) -> int | None:
-    """The smallest of the ascending `budgets` that holds `tokens`; None where none does."""
+    """The smallest of the ascending `budgets` that holds `tokens`; None where none does.
+
+    Raises:
+        SizesError: budgets that do not ascend. SpecError: negative tokens.
+    """
+    if any(map(ge, budgets, budgets[1:])):
+        good = tuple(sorted(set(budgets)))
+        raise SizesError(f"budgets={budgets} must ascend. Pass budgets={good}.")
+    if tokens < 0:
+        raise SpecError(f"fit({tokens}, ...): tokens are not negative. Pass 0 or more.")
+    return _smallest(tokens, budgets)
+
+
+def _smallest(tokens: int, budgets: Budgets) -> int | None:
+    """`fit`, of what is known to be right: it is asked for each item of a call."""
     at = bisect_left(budgets, tokens)
     return budgets[at] if at < len(budgets) else None
 
@@ -166,12 +209,14 @@ def plan_encoder(
         max_sequences: sequences that a graph of a path holds; a path left out: any number.
 
     Raises:
-        SizesError: the range is empty and something must be derived from it; budgets that are
-            not ascending; more items than the smallest budget has tokens; negative frames; no
-            sequence.
+        SizesError: no path; the range is empty and something must be derived from it; budgets that
+            are not ascending, or a path's that begin beyond them; more items than the smallest
+            budget has tokens; negative frames; no sequence.
 
     Source: vLLM 0.33, `EncoderCudaGraphManager`.
     """
+    if paths is not None and not paths:
+        raise SizesError("paths={} has nothing to run. Pass paths={name: Path(min_budget)}.")
     given = None if budgets is None else tuple(budgets)
     if given is not None:
         _check_budgets(given)
@@ -182,7 +227,7 @@ def plan_encoder(
             f"Items of {low} to {high} tokens leave no budget. Pass low <= high, both positive, "
             "or both budgets= and max_items=."
         )
-    chosen = token_budgets(max(low, max_items or 1), high) if given is None else given
+    chosen = token_budgets(min(max(low, max_items or 1), high), high) if given is None else given
     items = min(high // low, chosen[0]) if max_items is None else max_items
     if items > chosen[0]:
         raise SizesError(
@@ -274,7 +319,7 @@ def pack(items: Iterable[int | Mapping[str, int] | Item], plan: EncoderPlan) -> 
     """
     ladder = tuple(plan.path_budgets.values())
     most = tuple(plan.max_sequences.get(path, ANY) for path in plan.path_budgets)
-    known = [item_of(item, plan) for item in items]
+    known = [_counts_of(item, plan) for item in items]
     batches: list[list[int]] = []
     sums: list[Item] = []  # of each batch
     for at in sorted(range(len(known)), key=lambda at: sum(known[at].tokens)):
@@ -312,8 +357,13 @@ def item_of(item: int | Mapping[str, int] | Item, plan: EncoderPlan) -> Item:
     Raises:
         SpecError: negative counts, more sequences than tokens, or paths other than the plan's.
     """
+    return _counts_of(item, plan)
+
+
+def _counts_of(item: int | Mapping[str, int] | Item, plan: EncoderPlan) -> Item:
+    """`item_of`, of one of many whose kinds are looked at together."""
     paths = tuple(plan.path_budgets)
-    if isinstance(item, int):
+    if isinstance(item, int) and not isinstance(item, bool):
         item = {DEFAULT_PATH: item}
     if isinstance(item, Mapping):
         if item.keys() != set(paths):
@@ -322,6 +372,16 @@ def item_of(item: int | Mapping[str, int] | Item, plan: EncoderPlan) -> Item:
                 f"{sorted(paths)}. Pass {{{', '.join(f'{path!r}: tokens' for path in paths)}}}."
             )
         item = Item(tuple(item[path] for path in paths))
+    if not isinstance(item, Item):
+        raise SpecError(
+            f"{text.what_is('an item', item)}. Pass its tokens, a dict of them by path, or "
+            "Item(tokens, frames, sequences)."
+        )
+    if not isinstance(item.tokens, Sequence) or not isinstance(item.sequences, Sequence):
+        raise SpecError(f"{item}: tokens and sequences are a tuple each. Pass Item((64,)).")
+    for n in (*item.tokens, item.frames, *item.sequences):
+        if type(n) is not int and (isinstance(n, bool) or not isinstance(n, Integral)):
+            raise SpecError(f"{item} counts {n!r}: pass whole numbers, Item((64,)).")
     if len(item.tokens) != len(paths) or min(item.tokens) < 0 or item.frames < 0:
         raise SpecError(f"{item} needs {len(paths)} token counts, none negative.")
     sequences = item.sequences or tuple(min(n, 1) for n in item.tokens)
@@ -337,7 +397,7 @@ def item_of(item: int | Mapping[str, int] | Item, plan: EncoderPlan) -> Item:
 
 def _defer(total: int, tokens: int, budgets: Budgets) -> bool:
     """Whether one path had rather run an item apart from the batch so far; all of it fits."""
-    now, alone, both = (fit(count, budgets) or 0 for count in (total, tokens, total + tokens))
+    now, alone, both = (_smallest(count, budgets) or 0 for count in (total, tokens, total + tokens))
     return now + alone < both and alone >= now
 
 
@@ -354,7 +414,7 @@ def _runs(batch: Sequence[int], total: Item, plan: EncoderPlan) -> Iterable[Run]
         if total.tokens[i]:
             fits = total.frames <= plan.max_frames
             fits &= total.sequences[i] <= plan.max_sequences.get(path, ANY)
-            yield Run(path, tuple(batch), fit(total.tokens[i], budgets) if fits else None)
+            yield Run(path, tuple(batch), _smallest(total.tokens[i], budgets) if fits else None)
 
 
 class Balance(NamedTuple):
@@ -382,6 +442,9 @@ def balance(sizes: Sequence[int], ranks: int) -> Balance:
     """
     if ranks < 1:
         raise SpecError(f"ranks={ranks}: at least one rank works. Pass ranks=1 or more.")
+    if negative := [i for i, size in enumerate(sizes) if size < 0]:
+        at = negative[0]
+        raise SpecError(f"sizes[{at}]={sizes[at]}: tokens are not negative. Pass 0 or more.")
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):

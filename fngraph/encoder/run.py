@@ -30,7 +30,7 @@ from fngraph.core import (
     text,
     trees,
 )
-from fngraph.core.encoder_items import ANY, DEFAULT_PATH
+from fngraph.core.encoders.plans import ANY, DEFAULT_PATH
 from fngraph.core.kinds import checked
 from fngraph.errors import ModesError, SizesError, SpecError, TreeError
 from fngraph.step.step import Step

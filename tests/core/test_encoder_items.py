@@ -1,4 +1,4 @@
-"""`fngraph.core.encoder_items`: budgets, what is captured, runs of items, and items over ranks."""
+"""Encoders in core: budgets, what is captured, runs of items, and items over ranks."""
 
 import pytest
 from hypothesis import given, settings, strategies as st

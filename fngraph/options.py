@@ -17,7 +17,7 @@ from fngraph.core import BatchDescriptor, Field, Limits, Mode, adapter_counts
 from fngraph.core.compiling import LEVELS
 from fngraph.core.resolution import OLD_FLAGS, check_cut
 from fngraph.core.sizes import check_rounding
-from fngraph.core.text import did_you_mean, nearest, with_suggestions
+from fngraph.core.text import did_you_mean, nearest, shown, with_suggestions
 from fngraph.errors import BackendError, CaptureError, DonationError, TreeError
 from fngraph.fx.donation.table import COPY_LIMIT
 from fngraph.graphs.recorder import Recorder
@@ -240,7 +240,7 @@ class Options:
             value = named.get(name, [])
             for one in value if isinstance(value, tuple | list) else [value]:
                 if not fits(one):
-                    raise TypeError(f"{name}={one!r}: expected {said}")
+                    raise TypeError(f"{name}{shown(one)}: expected {said}")
         if self.max_keys < 1:
             raise TypeError(f"max_keys={self.max_keys}: at least 1")
         check_cut(self.resolve.get("cut", "yes"))
@@ -284,7 +284,7 @@ def parse_options(given: Mapping[str, Any]) -> Options:
             f'backends={backends!r}: pass them by primitive, backends={{"attention": {backends!r}}}'
         )
     if not isinstance(adapters, int | Iterable) or isinstance(adapters, str):
-        raise TypeError(f"adapters={adapters!r}: expected {_SAID['adapters'][1]}")
+        raise TypeError(f"adapters{shown(adapters)}: expected {_SAID['adapters'][1]}")
     if options.get("allow_copies", COPY_LIMIT) is None:
         options["allow_copies"] = COPY_LIMIT
     if isinstance(reqs := options.get("key_reqs"), Iterable) and not isinstance(reqs, str):
@@ -294,7 +294,7 @@ def parse_options(given: Mapping[str, Any]) -> Options:
         if given is None and name == "sizes":
             continue
         if not isinstance(given, Iterable):
-            raise TypeError(f"{name}={given!r}: expected several, {name}=(...)")
+            raise TypeError(f"{name}{shown(given)}: expected several, {name}=(...)")
         if name in options:
             options[name] = tuple(given)
     return Options(

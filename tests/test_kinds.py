@@ -205,6 +205,17 @@ def test_what_does_not_fit_is_said(call: Callable[[], Any], text: str):
     assert str(caught.value) == text
 
 
+def test_it_has_the_name_that_the_caller_gave_it():
+    """And not the one that it has where it is handed on to."""
+
+    @checked
+    def outer(mine: int) -> Any:
+        return taking(mine)
+
+    with pytest.raises(errors.SpecError, match="mine='1' is a str"):
+        outer("1")  # type: ignore[arg-type]
+
+
 def test_wrong_counts_and_names_are_pythons_to_say():
     for call in (lambda: taking(), lambda: fg.core.default_sizes()):  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="missing 1 required positional argument"):

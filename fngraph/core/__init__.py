@@ -45,9 +45,11 @@ from fngraph.core.explanation import Candidate, Explanation, explain
 # agreement.py: ranks that must run alike
 from fngraph.core.agreement import Decision, Proposal, agree, propose, settle
 
-# encoder_items.py: encoder graphs, and items packed into them
-from fngraph.core.encoder_items import Balance, EncoderPlan, Item, Packed, Path, Run, balance, fit
-from fngraph.core.encoder_items import item_of, pack, plan_encoder, token_budgets
+# encoders/plans.py: encoder graphs
+from fngraph.core.encoders.plans import EncoderPlan, Path, fit, plan_encoder, token_budgets
+
+# encoders/items.py: items packed into them
+from fngraph.core.encoders.items import Balance, Item, Packed, Run, balance, item_of, pack
 
 # costs/planner.py: sizes from measured traffic
 from fngraph.core.costs.planner import plan_sizes, planned_cost

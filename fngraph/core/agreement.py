@@ -102,7 +102,7 @@ def settle(table: DispatchTable, spec: BatchSpec, decision: Decision) -> Dispatc
     the agreed batch has no key, every rank finds that out by itself and runs unpadded.
     """
     expect(DispatchTable, "step.table", table=table)
-    expect(BatchSpec, "fg.BatchSpec(num_tokens=..., num_reqs=...)", spec=spec)
+    expect(BatchSpec, "fg.BatchSpec(num_tokens=..., num_reqs=...), or batch.spec", spec=spec)
     expect(Decision, "what fg.core.agree gives", decision=decision)
     mode, num_tokens, num_reqs, query_len = decision
     if mode is Mode.NONE:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import product
+from numbers import Real
 
 from fngraph.core.covering import BUILT_IN, Field, built_in_fields, user_defined
 from fngraph.core.kinds import checked
@@ -53,7 +54,7 @@ def build_table(
 
     Raises:
         SizesError: a ladder beyond the limits, or none; keys of no request.
-        SpecError: bad adapters or fields.
+        SpecError: bad adapters or fields; a cost that is no number.
 
     Source: the kinds of keys are vLLM 0.33's (uniform FULL, mixed FULL, PIECEWISE).
     """
@@ -84,6 +85,10 @@ def build_table(
     piecewise: list[BatchDescriptor] = []
     if modes.mixed is Mode.PIECEWISE:
         piecewise = _keys(Mode.PIECEWISE, _mixed(ladders.mixed, reqs), fields)
+    if cost is not None:
+        for key in (*full, *piecewise):
+            if not isinstance(of_key := cost(key), Real) or of_key != of_key:  # a NaN
+                raise SpecError(f"cost({key!r}) gives {of_key!r}. Return a number.")
     return DispatchTable(modes, _ordered(full), _ordered(piecewise), limits, fields, cost)
 
 

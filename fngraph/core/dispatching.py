@@ -52,7 +52,7 @@ def dispatch_by_definition(table: DispatchTable, spec: BatchSpec, allowed: Allow
 def _check_kinds(table: Any, spec: Any) -> None:
     """Raise SpecError for what is no table or no spec."""
     expect(DispatchTable, "a table, then a spec: dispatch(step.table, spec)", table=table)
-    expect(BatchSpec, "fg.BatchSpec(num_tokens, num_reqs)", spec=spec)
+    expect(BatchSpec, "fg.BatchSpec(num_tokens, num_reqs), or batch.spec", spec=spec)
 
 
 def dispatch(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> Dispatch:

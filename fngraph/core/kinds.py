@@ -15,12 +15,13 @@ import collections.abc
 import functools
 import inspect
 import numbers
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from fngraph.core.text import a
+from fngraph.core.text import a, what_is
 from fngraph.errors import FnGraphError, SpecError
 
 _LISTS = (collections.abc.Iterable, collections.abc.Collection, collections.abc.Sequence)
@@ -29,7 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 EXAMPLES = {
     "Limits": "fg.Limits(max_tokens=..., max_reqs=...)",
-    "BatchSpec": "fg.BatchSpec(num_tokens=..., num_reqs=...)",
+    "BatchSpec": "fg.BatchSpec(num_tokens=..., num_reqs=...), or batch.spec",
     "BatchDescriptor": "fg.BatchDescriptor(num_tokens=...)",
     "DispatchTable": "a DispatchTable, as step.table is",
     "Axis": "an axis of a mesh, mesh['tp']",
@@ -81,13 +82,20 @@ def _checked(fn: Any, annotated: Any) -> Any:
             return fn(*args, **kwargs)
         try:
             fn(*args, **kwargs)
-        except FnGraphError:
-            raise
+        except FnGraphError as error:
+            if not _is_of_kinds(error):
+                raise
         except Exception:
             pass  # of what some line inside missed in it
         raise SpecError(said(misfit))
 
     return call
+
+
+def _is_of_kinds(error: FnGraphError) -> bool:
+    """Whether it is of a checked function that was called with it, by a name of its own."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename == __file__
 
 
 def _all_misfits(
@@ -123,7 +131,7 @@ def said(misfit: Misfit) -> str:
     'limits=4 is an int. Pass an int or None'
     """
     where, value, kind = misfit
-    return f"{where}={value!r} is {a(type(value).__name__)}. Pass {worded(kind)}"
+    return f"{what_is(where, value)}. Pass {worded(kind)}"
 
 
 def worded(kind: Any) -> str:

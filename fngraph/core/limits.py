@@ -67,7 +67,7 @@ class Limits:
 
     def check(self, spec: BatchSpec) -> None:
         """Raises SpecError, naming the limit, where `spec` is beyond one, or is no spec."""
-        expect(BatchSpec, "fg.BatchSpec(num_tokens, num_reqs)", spec=spec)
+        expect(BatchSpec, "fg.BatchSpec(num_tokens, num_reqs), or batch.spec", spec=spec)
         if spec.num_tokens > self.max_tokens:
             raise SpecError(
                 f"{spec!r} is beyond Limits(max_tokens={self.max_tokens}). "

@@ -3,10 +3,12 @@ is said of an argument, or of a file, that is of another kind."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fngraph.errors import SpecError
@@ -136,8 +138,46 @@ def expect(
     """
     for name, value in given.items():
         if not isinstance(value, kind):
-            found = a(type(value).__name__)
-            raise error(f"{name}={value!r} is {found}. Pass {fix or a(kind.__name__)}")
+            raise error(f"{what_is(name, value)}. Pass {fix or a(kind.__name__)}")
+
+
+LONGEST = 80
+"""Characters of a value that a message shows."""
+
+
+def what_is(name: str, value: object) -> str:
+    """What a value is called, itself where that takes a few words, and its kind.
+
+    >>> what_is("repeats", "5"), what_is("sizes", [*range(99)])
+    ("repeats='5' is a str", 'sizes is a list')
+    """
+    return f"{name}{shown(value)} is {a(type(value).__name__)}"
+
+
+def shown(value: object) -> str:
+    """`=4`, as a message shows an argument: "" where it takes more than a few words, as lists and
+    trees of tensors do; text is cut.
+
+    >>> shown({"a": 3}), shown([*range(99)]), shown("x" * 99)[-9:]
+    ("={'a': 3}", '', "xxxxx...'")
+    """
+    if isinstance(value, str) and len(value) > LONGEST:
+        return f"={value[:LONGEST] + '...'!r}"
+    said = repr(value) if _brief(value, 3) else ""
+    return f"={said}" if 0 < len(said) <= LONGEST and "\n" not in said else ""
+
+
+def _brief(value: object, depth: int) -> bool:
+    """Whether a value may be written out at all: that of a tensor waits for its device."""
+    if isinstance(value, Mapping):
+        parts: Sequence[object] = [*value, *value.values()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = [*value]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        return not hasattr(value, "shape")
+    return depth > 0 and len(parts) <= LONGEST and all(_brief(part, depth - 1) for part in parts)
 
 
 def a(noun: str) -> str:
@@ -214,3 +254,10 @@ def _folded(run: list[int]) -> str:
 def count(number: int, noun: str) -> str:
     """`1 key`, `2 keys`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def named(values: Any) -> str:
+    """What a named tuple prints as, a mapping that cannot be written as the dict that it holds."""
+    parts = (dict(x) if isinstance(x, MappingProxyType) else x for x in values)
+    said = ", ".join(f"{name}={part!r}" for name, part in zip(values._fields, parts))
+    return f"{type(values).__name__}({said})"

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from fngraph.core import EncoderPlan, Mode, Packed, trees
-from fngraph.core.memory import MemoryTable
 from fngraph.core.text import expect, html
 from fngraph.encoder.model import EncoderModel, Measured
 from fngraph.encoder.planning import Budgets, Histograms, item_counts, pack_measured, plan_model
@@ -30,7 +29,7 @@ from fngraph.encoder.run import (
     execute,
     with_query_len,
 )
-from fngraph.encoder.statistics import EncoderStats
+from fngraph.encoder.statistics import EncoderMemory, EncoderStats
 from fngraph.errors import FnGraphError, ModesError, SpecError, TreeError
 from fngraph.graphified import graphify
 from fngraph.graphs.recorder import Recorder
@@ -95,11 +94,23 @@ def graphify_encoder(
         SizesError: a plan that is none. ModesError: other modes.
         TypeError: an option that the plan decides, or that there is not.
         FnGraphError: as `fg.graphify`, of a path's `forward`.
-        SpecError: ranks for an encoder without graphs.
+        SpecError: ranks for an encoder without graphs; an argument of another kind.
     """
     own = inspect.signature(graphify_encoder).parameters
     check_names("graphify_encoder", options, OptionsDict, tuple(own))
-    expect(EncoderModel, "", TreeError, model=model)
+    expect(EncoderModel, "fg.EncoderModel(...), then its params", TreeError, model=model)
+    expect(bool, "True or False", defer=defer)
+    for name, count in (("eager_tokens", eager_tokens), ("log_every", log_every)):
+        expect(int, "a whole number", **{name: count})
+        if count < 0:
+            raise SpecError(f"{name}={count} is below 0. Pass 0 for none, or more.")
+    if ranks is not None:
+        if model.eager_because is not None:
+            raise SpecError(
+                f"ranks= shares items by their tokens, and this encoder runs item by item: "
+                f"{model.eager_because}. Leave ranks= out, and pass each rank its own items."
+            )
+        expect(dist.ProcessGroup, "torch.distributed.group.WORLD, or another group", ranks=ranks)
     for name in OURS:
         if name in options:
             raise TypeError(
@@ -118,11 +129,6 @@ def graphify_encoder(
             steps[path] = _step(model, path, params, plan, recorder, eager_tokens, options)
             recorder = steps[path].recorder
         check_steps(steps, plan)
-    elif ranks is not None:
-        raise SpecError(
-            f"ranks= shares items by their tokens, and this encoder runs item by item: "
-            f"{model.eager_because}. Leave ranks= out, and pass each rank its own items."
-        )
     return Encoder(model, params, plan, steps, ranks, log_every)
 
 
@@ -193,7 +199,7 @@ class Encoder:
     ) -> None:
         self.model, self.params, self.plan, self.ranks = model, params, plan, ranks
         self.steps, self.log_every = MappingProxyType(dict(steps)), log_every
-        self._stats = EncoderStats()
+        self._stats = EncoderStats(known=tuple(model.paths))
 
     def __call__(self, items: Iterable[Any]) -> list[Any]:
         """An output for each item, in the order of the items, in memory of its own.
@@ -208,6 +214,7 @@ class Encoder:
             TreeError: rows that are not one a token.
             FnGraphError: as a step.
         """
+        expect(Iterable, "a list of items", items=items)
         items = list(items)
         measured = self._measured(items)
         if self.model.eager_because is not None:
@@ -222,6 +229,7 @@ class Encoder:
 
     def pack(self, items: Iterable[Any]) -> Packed:
         """How these items would run on one rank, without running them."""
+        expect(Iterable, "a list of items", items=items)
         measured = self._measured(list(items))
         counts = [item_counts(one, self.plan) for one in measured]
         return pack_measured(self.model, self.plan, measured, counts, range(len(counts)))
@@ -291,9 +299,9 @@ class Encoder:
         return next((step.recorder for step in self.steps.values()), None)
 
     @property
-    def memory(self) -> Mapping[str, MemoryTable]:
+    def memory(self) -> EncoderMemory:
         """Memory of each path's graphs: estimated, measured, last used."""
-        return {path: step.memory for path, step in self.steps.items()}
+        return EncoderMemory({path: step.memory for path, step in self.steps.items()})
 
     def sleep(self) -> None:
         """Give back the memory of graphs and buffers. A call is then an error; see `Step.sleep`."""

@@ -14,12 +14,13 @@ for its crops.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fngraph.core.kinds import checked
-from fngraph.core.text import did_you_mean, with_suggestions
+from fngraph.core.text import a, did_you_mean, named, what_is, with_suggestions
 from fngraph.errors import SizesError, SpecError, TreeError
 
 
@@ -37,6 +38,9 @@ class Measured(NamedTuple):
     tokens: Mapping[str, int]
     sequences: Mapping[str, int] = MappingProxyType({})
     frames: int = 0
+
+    def __repr__(self) -> str:
+        return named(self)
 
 
 @checked
@@ -109,9 +113,10 @@ class EncoderModel:
     Attributes:
         paths: by name, {"default": EncoderPath(forward, 64)}.
         measure: item -> what it brings. On the host, and without a look at tensors' values.
-        collate: (path, items) -> the batch of one run over these items, which all bring the path
-            tokens, in any order; on the host. Its spec counts true tokens and sequences, the sums
-            of what `measure` says.
+        collate: (path, items) -> the batch of one run over these items, end to end in the order in
+            which it is given them, since rows go back to items by it; on the host. All of them
+            bring the path tokens. Which items, and in which order, is the plan's: not the call's.
+            Its spec counts true tokens and sequences, the sums of what `measure` says.
         token_range: output tokens of the smallest item, and the most that a graph is for, over all
             its items: usually what a step of the decoder takes.
         postprocess: (rows by path, item) -> the item's output, a tensor or a tree. The rows are the
@@ -125,7 +130,7 @@ class EncoderModel:
             as token counts that depend on the data; None: it has graphs.
 
     Raises:
-        SizesError: no path, a token range that is empty, or negative frames.
+        SizesError: no path, a token range that is empty, negative frames, or no reason.
     """
 
     paths: Mapping[str, EncoderPath]
@@ -151,6 +156,10 @@ class EncoderModel:
                 f"EncoderModel(token_range={self.token_range}) is no range of token counts. Pass "
                 "(tokens of the smallest item, most tokens of a graph), such as (64, 8192)."
             )
+        if self.eager_because == "":
+            raise SizesError(
+                'EncoderModel(eager_because="") gives no reason. Say why, or pass None for graphs.'
+            )
         if self.max_frames < 0:
             raise SizesError(
                 f"EncoderModel(max_frames={self.max_frames}): pass 0 where there is no video."
@@ -160,16 +169,17 @@ class EncoderModel:
         """`measure(item)`, checked, with a count for every path.
 
         Raises:
-            SpecError: no `Measured`; counts of unknown paths, negative ones, more sequences than
-                tokens, or tokens that a path's `unit` does not divide.
+            SpecError: no `Measured`; counts that are no whole numbers, or of unknown paths,
+                negative ones, more sequences than tokens, or tokens that a path's `unit` does not
+                divide.
         """
         measured = self.measure(item)
         if not isinstance(measured, Measured):
-            raise SpecError(
-                f"{where}: measure returned {measured!r}. Return fg.Measured(modality, tokens={{"
-                f"{next(iter(self.paths))!r}: ...}})."
-            )
+            kind = a(type(measured).__name__)
+            raise SpecError(f"{where}: measure returned {kind}. Return {self._example()}.")
         modality, tokens, sequences, frames = measured
+        if fault := next(_faults(measured, self._example()), None):
+            raise SpecError(f"{where}: of what measure returned, {fault}.")
         for name in (*tokens, *sequences):
             if name not in self.paths:
                 raise SpecError(
@@ -201,3 +211,27 @@ class EncoderModel:
                     "bring some. Pass EncoderPath(allow_zero=True) if that is right."
                 )
         return Measured(modality, counts, given, frames)
+
+    def _example(self) -> str:
+        """What `measure` may return."""
+        return f'fg.Measured("image", tokens={{{next(iter(self.paths))!r}: number}})'
+
+
+def _faults(measured: Measured, example: str) -> Iterator[str]:
+    """What has another kind than it should have, and what to return."""
+    modality, tokens, sequences, frames = measured
+    if not isinstance(modality, str):
+        yield f"{what_is('modality', modality)}. Return {example}"
+    for name, counts in (("tokens", tokens), ("sequences", sequences)):
+        if not isinstance(counts, Mapping):
+            yield f"{what_is(name, counts)}. Return {example}"
+            continue
+        for path, n in counts.items():
+            if not _is_count(n):
+                yield f"{what_is(f'{name}[{path!r}]', n)}. Say a whole number"
+    if not _is_count(frames):
+        yield f"{what_is('frames', frames)}. Say a whole number, 0 of an image"
+
+
+def _is_count(n: object) -> bool:
+    return type(n) is int or (isinstance(n, Integral) and not isinstance(n, bool))

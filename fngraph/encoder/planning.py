@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from fngraph.core import EncoderPlan, Item, Packed, Path, Run, pack, plan_encoder, plan_sizes
-from fngraph.core.costs.planner import Histogram
+from fngraph.core.costs.planner import Histogram, counts_of
+from fngraph.core.kinds import checked
 from fngraph.core.text import did_you_mean
 from fngraph.encoder.model import EncoderModel, EncoderPath, Measured
 from fngraph.errors import SizesError
@@ -18,6 +19,7 @@ Histograms: TypeAlias = Histogram | Mapping[str, Histogram]
 """What is given for the only path, or for some by name."""
 
 
+@checked
 def plan_model(
     model: EncoderModel,
     *,
@@ -34,13 +36,16 @@ def plan_model(
 
     Raises:
         SizesError: budgets or numbers of sequences that do not ascend; both budgets and a
-            histogram; limits that leave nothing; one value for several paths; sequences of a path
-            whose `unit` says how many there are.
+            histogram, or one without a run; limits that leave nothing; one value for several paths;
+            sequences of a path whose `unit` says how many there are.
+        SpecError: an argument of another kind.
     """
     if budgets is not None and histogram is not None:
         raise SizesError(
             "budgets= and histogram= both say which budgets there are. Pass one of them."
         )
+    if num_budgets < 1:
+        raise SizesError(f"num_budgets={num_budgets} leaves no budget. Pass 1 or more.")
     low, high = model.token_range
     high = high if max_tokens is None else min(high, max_tokens)
     own = {path: tuple(given) for path, given in _by_path("budgets", budgets, model).items()}
@@ -87,7 +92,7 @@ def _by_path(name: str, given: Any, model: EncoderModel) -> Mapping[str, Any]:
     """What was given for each path; for the only one, it may be given as it is."""
     if given is None:
         return {}
-    if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):
+    if isinstance(given, Mapping) and given and all(isinstance(key, str) for key in given):
         if unknown := given.keys() - model.paths.keys():
             raise SizesError(
                 f"{name}={{{min(unknown)!r}: ...}}: the encoder has the paths "
@@ -107,7 +112,7 @@ def _planned(
     name: str, path: EncoderPath, seen: Histogram, num_budgets: int, high: int
 ) -> tuple[int, ...]:
     """The budgets under which these runs pad least, up to `high`: what is larger has no graph."""
-    pairs = seen.items() if isinstance(seen, Mapping) else ((n, 1) for n in seen)
+    pairs = counts_of(seen).items()
     unit, counts = path.unit or 1, dict[int, float]()
     for tokens, count in pairs:
         whole = -(-tokens // unit) * unit

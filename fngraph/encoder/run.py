@@ -30,7 +30,7 @@ from fngraph.core import (
     text,
     trees,
 )
-from fngraph.core.encoder_items import ANY, DEFAULT_PATH
+from fngraph.core.encoders.plans import ANY, DEFAULT_PATH
 from fngraph.core.kinds import checked
 from fngraph.errors import ModesError, SizesError, SpecError, TreeError
 from fngraph.step.step import Step
@@ -85,7 +85,15 @@ def encoder_limits(plan: EncoderPlan, path: str = DEFAULT_PATH, **dims: int) -> 
     Args:
         dims: bounds of further letters. `max_tokens` and `max_reqs` may be given too: smaller where
             `forward` needs it (a table of positions), larger for larger items.
+
+    Raises:
+        SpecError: a path that the plan does not have.
     """
+    if path not in plan.path_budgets:
+        raise SpecError(
+            f"path={path!r}: the plan has the paths {sorted(plan.path_budgets)}."
+            f"{text.did_you_mean(path, plan.path_budgets)} Name one of those."
+        )
     widest = max(plan.path_budgets[path][-1], EAGER_TOKENS)
     return Limits(**{"max_tokens": widest, "max_reqs": widest, **dims})
 

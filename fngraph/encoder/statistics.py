@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from fngraph.core import text
+from fngraph.core.memory import MemoryTable
 from fngraph.encoder.run import Ran
+from fngraph.errors import SpecError
 
 
 class Served(NamedTuple):
@@ -47,12 +49,14 @@ class EncoderStats:
         items: items that they ran: of those that ranks share, this rank's.
         counts: runs and items, by how they ran.
         reasons: why items ran eagerly -> how many, counted by path.
+        known: the encoder's paths; a question about another one is an error.
     """
 
     calls: int = 0
     items: int = 0
     counts: dict[Served, Count] = dataclasses.field(default_factory=dict)
     reasons: dict[str, int] = dataclasses.field(default_factory=dict)
+    known: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def observe(self, ran: Iterable[Ran]) -> None:
         """Count one call, of these runs."""
@@ -68,7 +72,8 @@ class EncoderStats:
 
     def copy(self) -> EncoderStats:
         """The counts as they stand."""
-        return EncoderStats(self.calls, self.items, dict(self.counts), dict(self.reasons))
+        counts, reasons = dict(self.counts), dict(self.reasons)
+        return EncoderStats(self.calls, self.items, counts, reasons, self.known)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -108,6 +113,12 @@ class EncoderStats:
         return dict(sorted(found.items()))
 
     def _of(self, path: str | None) -> Iterable[tuple[Served, Count]]:
+        known = tuple(dict.fromkeys((*self.known, *self.paths)))
+        if path is not None and known and path not in known:
+            raise SpecError(
+                f"path={path!r}: the encoder has the paths {sorted(known)}."
+                f"{text.did_you_mean(path, known)} Name one of those."
+            )
         return [pair for pair in self.counts.items() if path in (None, pair[0].path)]
 
     def _repr_html_(self) -> str:
@@ -129,7 +140,7 @@ class EncoderStats:
             for path, budget in order
         ]
         head = ("path", "ran as", "runs", "items", "tokens", "padding")
-        parts = [self.line(), text.table(head, cells)]
+        parts = [self.line(), *([text.table(head, cells)] if cells else [])]
         if self.reasons:
             why = sorted(self.reasons.items(), key=lambda item: (-item[1], item[0]))
             parts.append(text.table(("eager because", "items"), why))
@@ -168,7 +179,19 @@ class EncoderStats:
             self.items + sign * other.items,
             {key: count for key, count in counts.items() if count != NONE},
             {why: count for why, count in reasons.items() if count},
+            tuple(dict.fromkeys((*self.known, *other.known))),
         )
 
     def __repr__(self) -> str:
         return f"EncoderStats({self.line().removeprefix('encoder: ')})"
+
+
+class EncoderMemory(dict[str, MemoryTable]):
+    """Memory of an encoder's graphs by path, whose pool is one."""
+
+    def _repr_html_(self) -> str:
+        return text.html(self.as_text())
+
+    def as_text(self) -> str:
+        """The table of each path, behind its name."""
+        return "\n\n".join(f"{path}:\n\n{table.as_text()}" for path, table in self.items())

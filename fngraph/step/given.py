@@ -128,8 +128,13 @@ def slot_writes(
     """What to write where, for values of one slot: leaf k goes into `leaf_k[slot]`.
 
     Raises:
-        TreeError: another structure, a slot that is none, or another shape or dtype.
+        TreeError: nothing, another structure, a slot that is none, or another shape or dtype.
     """
+    if not held:
+        raise TreeError(
+            f"load_slot({slot!r}) has nothing to load. Pass it by its argument's name: "
+            f"load_slot({slot!r}, adapters=tree)"
+        )
     leaves = binding.leaves
     memory = memory_of(leaves)
     writes: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []

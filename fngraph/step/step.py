@@ -386,7 +386,7 @@ class Step(Generic[R]):
                 takes no `ChangedRows`. SpecError: no spec.
         """
         if not isinstance(spec, BatchSpec):
-            expect(BatchSpec, "fg.BatchSpec(num_tokens, num_reqs)", spec=spec)
+            expect(BatchSpec, "fg.BatchSpec(num_tokens, num_reqs), or batch.spec", spec=spec)
         with self.turn.lock:
             batch = next_batch(self.last.keys, spec)
         if changed:
@@ -535,6 +535,7 @@ class Step(Generic[R]):
             CaptureError: what was captured before stays.
             SleepError: while it sleeps. AddressError: a bound leaf has moved.
         """
+        expect((bool, str), "True, False, or the label of a bar", progress=progress)
         with self._between_steps():
             now = self._keys_of_now()
             capture_ahead(now, now.missing, progress)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fngraph as fg
-from fngraph.models.families.layers import Mlp, mlp, rms_norm
+from fngraph.models.families.layers import Mlp, mlp, paired, rms_norm
 from fngraph.models.families.rope import rotation
 from fngraph.models.weights.naming import shape
 from fngraph.models.weights.splits import Each, Split
@@ -109,7 +109,7 @@ def all_layers(
         added: (T, E) each, to what comes out of the first layers, one a layer.
     """
     kept, body = [], layer or decoder_layer
-    for i, (weights, own) in enumerate(zip(params.layers, cache, strict=True)):
+    for i, (weights, own) in enumerate(paired(params.layers, cache)):
         x_TE, own = body(params.config, weights, x_TE, rope, own, batch, attention, mixture, norm)
         x_TE = x_TE + added[i] if i < len(added) else x_TE
         kept.append(own)

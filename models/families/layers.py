@@ -5,7 +5,7 @@ Shape letters as in `fngraph.models.families.llama`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, linear, silu
 
 import fngraph as fg
+from fngraph.models.weights import naming
 from fngraph.models.weights.naming import shape
 from fngraph.models.weights.sharded import SplitGain
 from fngraph.models.weights.splits import Each, Split, columns, rows, summed
@@ -137,6 +138,24 @@ def mlp_splits(ours: str, hidden: int, *, whole_sum: bool = True) -> dict[str, S
     }
 
 
+def paired(
+    layers: Sequence[Any], kept: Any, name: str = "cache",
+    fix: str = "init_cache(params.config, ...) of the same model",
+) -> Iterable[tuple[Any, Any]]:  # fmt: skip
+    """Each layer with what is kept for it.
+
+    Raises:
+        TypeError: what has no part for each layer. ValueError: as many parts as it should not have.
+    """
+    fg.core.text.expect(tuple | list, fix, TypeError, **{name: kept})
+    if len(kept) != len(layers):
+        raise ValueError(
+            f"{name} has {fg.core.text.count(len(kept), 'part')}, and the model "
+            f"{fg.core.text.count(len(layers), 'layer')}. Pass {fix}"
+        )
+    return zip(layers, kept)
+
+
 class Room(NamedTuple):
     """What a cache is made for: its parts are zeros of these sizes."""
 
@@ -175,6 +194,14 @@ def init_cache(
         num_slots: of states, where requests have one; without states it is not used.
 
     Raises:
-        TypeError: no `num_slots` for a family with states.
+        TypeError: what is no config; sizes that are no numbers; no `num_slots` for a family with
+            states. ValueError: sizes below 0.
     """
+    naming.check_config(config, "init_cache")
+    sizes = {"num_blocks": num_blocks, "block_size": block_size}
+    sizes |= {"num_slots": num_slots} if num_slots is not None else {}
+    fg.core.text.expect(int, "a whole number", TypeError, **sizes)
+    for name, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"{name}={size}: pass 0 or more")
     return empty(config, Room(num_blocks, block_size, num_slots, device, dtype))

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fngraph as fg
+from fngraph.models.families.layers import paired
 from fngraph.models.weights import naming
 from fngraph.models.weights.fp8 import Fp8Weight
 
@@ -102,7 +103,8 @@ def adapted(forward: Callable[..., Any]) -> Callable[..., Any]:
             adapted = lambda n, x: weight(x, own[n]) if n in own else x  # noqa: E731
             return naming.replaced(layer, adapted, _WEIGHTS)
 
-        layers = tuple(adapt(*pair) for pair in zip(params.layers, adapters, strict=True))
+        both = paired(params.layers, adapters, "adapters", "lora.slots(params, ...) of this model")
+        layers = tuple(adapt(*pair) for pair in both)
         return forward(dataclasses.replace(params, layers=layers), cache, batch)
 
     return adapted_forward
@@ -142,7 +144,15 @@ def weights_of(layer: Any) -> dict[str, Any]:
 
 
 def slot_count(adapters: Adapters) -> int:
-    """N."""
+    """N.
+
+    Raises:
+        TypeError: they are no adapters.
+    """
+    fix = "lora.slots(params, count=8, rank=16)"
+    fg.core.text.expect(tuple | list, fix, TypeError, adapters=adapters)
+    if not any(isinstance(own, Mapping) and own for own in adapters):
+        raise TypeError(f"adapters{fg.core.text.shown(adapters)} has no slots. Pass {fix}")
     return next(len(pair.a) for own in adapters for pair in own.values())
 
 

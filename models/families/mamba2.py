@@ -25,7 +25,7 @@ from fngraph.models.families.decoder import (
     params_of,
     vocabulary_splits,
 )
-from fngraph.models.families.layers import Room, rms_norm
+from fngraph.models.families.layers import Room, paired, rms_norm
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.naming import shape
 from fngraph.models.weights.splits import Each, Size, Specs, Split, rows, summed
@@ -98,7 +98,7 @@ def forward(
     """The logits of each request's rows `logits_indices`, (R, V), and the updated states."""
     config, kept = params.config, []
     x_TE = entered(params, batch)
-    for layer, state in zip(params.layers, cache, strict=True):
+    for layer, state in paired(params.layers, cache):
         x_TE, state = residual_layer(config, layer, x_TE, state, batch)
         kept.append(state)
     if params.norm is None:

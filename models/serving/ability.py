@@ -8,8 +8,11 @@ fit are errors.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import fngraph as fg
 from fngraph.models.serving.blocks import behind
 from fngraph.models.serving.logits import edits
 from fngraph.models.serving.policy import Policy
@@ -124,6 +127,37 @@ def _serves(made: Policy, policy: Policy, shaped: bool) -> bool:
         and policy.decode_many <= made.decode_many
         and (bool(made.cascade) or not policy.cascade)
     )
+
+
+DECIDED = {
+    "limits": "Policy(max_tokens=..., max_reqs=..., max_blocks=...)",
+    "query_lens": "Policy(query_lens=...)",
+    "donate": "nothing: the cache is donated",
+}
+"""Options of `fg.graphify` that steps have by their policy, and what to pass."""
+
+
+def check_made(
+    forward: Any, params: Any, cache: Any, policy: Any, options: Iterable[str] = ()
+) -> None:
+    """Refuse what steps cannot be made of.
+
+    Raises:
+        TypeError: arguments of another kind, or swapped; an option that the policy decides.
+    """
+    expect = fg.core.text.expect
+    own = getattr(forward, "forward", None) if inspect.ismodule(forward) else None
+    name = f"{forward.__name__.rsplit('.', 1)[-1]}.forward" if own else "a function, llama.forward"
+    expect(Callable, name, TypeError, forward=forward)
+    expect(Policy, "Policy(max_tokens=..., max_reqs=..., max_blocks=...)", TypeError, policy=policy)
+    if hasattr(cache, "config") and not hasattr(params, "config"):
+        raise TypeError(
+            f"cache is {fg.core.text.a(type(cache).__name__)}, with a config: pass params, then "
+            "the cache, make_steps(forward, params, cache, policy)"
+        )
+    for name in options:
+        if name in DECIDED:
+            raise TypeError(f"{name}= is not for make_steps. Pass {DECIDED[name]}")
 
 
 def count_blocks(cache: Any, policy: Policy) -> int | None:

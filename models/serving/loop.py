@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -33,9 +34,11 @@ from fngraph.models.serving.ranks.following import (
 )
 from fngraph.models.serving.ranks.joining import promise
 from fngraph.models.serving.ranks.losing import landed
-from fngraph.models.serving.requests import Event, Row, State
+from fngraph.models.serving.requests import Event, Row, State, check_state
 from fngraph.models.serving.scheduling import advance, goes_on, plan
 from fngraph.models.serving.steps import Steps
+
+T = TypeVar("T")
 
 
 class Served(NamedTuple):
@@ -79,16 +82,19 @@ def schedule(
         ahead: what teams have begun to agree on in the step before; see `agree_ahead`.
 
     Raises:
+        TypeError: arguments of another kind.
         ValueError: nothing to do; a policy or a pool that the steps were not made for.
         RankError: another team is gone.
     """
+    check_loop(steps, state, policy)
     can, agrees = steps.can, steps.ranks.agrees
     if can is not None:
         can.check(state, policy)
     joint = agreed_ahead(steps.ranks, ahead) if ahead is not None else None
     if state.live or not agrees:
         fault = (lambda job: None) if can is None else can.fault
-        state = plan(state, policy, fault, joins=joint is None)
+        size = None if can is None else can.vocab_size
+        state = plan(state, policy, fault, joint is None, size)
         state = take_ahead(state, policy, None if can is None else max(can.policy.query_lens) - 1)
     else:
         state = dataclasses.replace(state, rows=())
@@ -106,7 +112,16 @@ def schedule(
     return dataclasses.replace(state, faults={**state.faults, **faults}) if faults else state, batch
 
 
-@torch.no_grad()
+def check_loop(steps: Any, state: Any, policy: Any) -> None:
+    """Raise `TypeError` for what is not what the loop takes."""
+    if isinstance(steps, Steps) and isinstance(state, State) and isinstance(policy, Policy):
+        return
+    expect = fg.core.text.expect
+    expect(Steps, "what make_steps gives: serve(steps, cache, ...)", TypeError, steps=steps)
+    check_state(state)
+    expect(Policy, "the Policy of make_steps, behind the state", TypeError, policy=policy)
+
+
 def serve(
     steps: Steps, cache: Any, state: State, policy: Policy,
     inbox: Callable[[State], State] = lambda state: state,
@@ -126,13 +141,27 @@ def serve(
         clock: of deadlines, in seconds; read once a step.
 
     Raises:
-        RankError: another process has failed, or is gone.
+        TypeError: arguments of another kind; while it serves: an inbox that gives no state.
+        RankError: while it serves: another process has failed, or is gone.
     """
+    if not isinstance(steps, Steps) or steps.ranks.leads:
+        check_loop(steps, state, policy)
+        expect = fg.core.text.expect
+        expect(Callable, "a function of a state, which gives the next", TypeError, inbox=inbox)
+        expect(Callable, "a function, time.monotonic", TypeError, clock=clock)
+    return _serve(steps, cache, state, policy, inbox, clock)
+
+
+@torch.no_grad()
+def _serve(
+    steps: Steps, cache: Any, state: State, policy: Policy, inbox: Callable[[State], State],
+    clock: Callable[[], float],
+) -> Iterator[Served]:  # fmt: skip
     if not steps.ranks.leads:
         return follow(steps, cache)
     with leading(steps.ranks):
         ahead = None
-        while (state := inbox(state)).live or steps.ranks.agrees:
+        while (state := _answered(inbox, state)).live or steps.ranks.agrees:
             began = time.perf_counter()
             state, batch = schedule(state, policy, steps, ahead)
             if batch is None:
@@ -154,17 +183,61 @@ def serve(
             yield Served(state, spec, kind, steps.dispatch(batch.spec), events, seconds, *more)
 
 
+def _answered(inbox: Callable[[State], State], state: State) -> State:
+    found = inbox(state)
+    if not isinstance(found, State):
+        kind = type(found).__name__
+        raise TypeError(f"inbox gave a {kind}: return its state, as it is where nothing came")
+    return found
+
+
 def stream(served: Iterable[Served]) -> Iterator[Event]:
-    """What the steps did, event by event."""
-    return (event for one in served for event in one.events)
+    """What the steps did, event by event.
+
+    Raises:
+        TypeError: what are no steps of `serve`.
+    """
+    how = "pass stream(serve(steps, cache, ...))"
+    return (event for one in each(Served, served, "stream", how) for event in one.events)
 
 
 def gather(events: Iterable[Event]) -> dict[int, tuple[int, ...]]:
-    """What each request got, by its number."""
+    """The tokens that each request got, by its number; of one that failed, those up to there.
+
+    A dict has no place for why: a warning names those that failed, with the reason. Who goes on by
+    it reads `event.end` of each event.
+
+    Raises:
+        TypeError: what are no events.
+    """
     texts: dict[int, tuple[int, ...]] = {}
-    for event in events:
+    failed: list[str] = []
+    for event in each(Event, events, "gather", "pass gather(stream(serve(...)))"):
         texts[event.id] = texts.get(event.id, ()) + event.tokens
+        if event.failed:
+            failed.append(f"request {event.id} {event.end}")
+    if failed:
+        more = [f"and {len(failed) - NAMED} more"] if len(failed) > NAMED else []
+        said = "\n".join([f"{len(failed)} of {len(texts)} failed:", *failed[:NAMED], *more])
+        warnings.warn(said, stacklevel=2)
     return texts
+
+
+NAMED = 8  # requests that a warning names
+
+
+def each(kind: type[T], given: Iterable[T], verb: str, how: str) -> Iterator[T]:
+    """What is given, one after the other, each of that kind.
+
+    Raises:
+        TypeError: it is not, or nothing that can be gone through; with how to ask.
+    """
+    if not hasattr(given, "__iter__"):
+        raise TypeError(f"{verb} got {fg.core.text.a(type(given).__name__)}: {how}")
+    for one in given:
+        if not isinstance(one, kind):
+            raise TypeError(f"{verb} got {fg.core.text.a(type(one).__name__)}: {how}")
+        yield one
 
 
 def kind_of(rows: tuple[Row, ...]) -> str:

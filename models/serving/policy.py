@@ -22,10 +22,11 @@ def whole(name: str, value: Any) -> int:
         TypeError: it is none, with its name. ValueError: one of more than 64 bits.
     """
     try:
-        number = operator.index(value)
+        number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        kind = type(value).__name__
-        raise TypeError(f"{name}={value!r} is a {kind}: pass a whole number") from None
+        number = None
+    if number is None:
+        raise TypeError(f"{fg.core.text.what_is(name, value)}: pass a whole number")
     if number.bit_length() > 63:
         raise ValueError(
             f"{name} is far too large: a number of {number.bit_length()} bits, where no count has "
@@ -80,7 +81,9 @@ class Policy:
             if whole(name, getattr(self, name)) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: pass {name}={least} or more")
         if not hasattr(self.query_lens, "__iter__"):
-            raise TypeError(f"query_lens={self.query_lens!r}: pass some, (1, {self.query_lens!r})")
+            some = "(1,)" if self.query_lens == 1 else f"(1, {self.query_lens!r})"
+            raise TypeError(f"query_lens={self.query_lens!r}: pass a tuple of them, {some}")
+        fg.core.text.expect(bool, "True or False", TypeError, share=self.share)
         if min(whole("query_lens", q) for q in self.query_lens or (0,)) != 1:
             raise ValueError(
                 f"query_lens={self.query_lens} lacks 1, a step without drafts, or goes below it"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import fngraph as fg
 from fngraph.models.serving.blocks import Pool, behind, new_pool, release, unname
 from fngraph.models.serving.policy import Policy, whole
 from fngraph.models.serving.sampling import Settings
@@ -163,6 +164,7 @@ class State:
         reused: tokens that requests which join in the step under way found computed.
         turns: tokens that each row of the step under way may draw, one after the other.
         single: why it is one, where `Policy(decode_many=...)` asks for more.
+        vocab_size: tokens that the steps' model has; None: not known.
     """
 
     waiting: tuple[Job, ...]
@@ -176,6 +178,7 @@ class State:
     reused: int = 0
     turns: int = 1
     single: str = ""
+    vocab_size: int | None = None
 
     @property
     def live(self) -> bool:
@@ -205,6 +208,11 @@ def start(num_blocks: int, policy: Policy) -> State:
     return State((), (), (), pool, tuple(range(policy.num_slots)), 0)
 
 
+def check_state(state: Any) -> None:
+    """Raise `TypeError` for what is no state."""
+    fg.core.text.expect(State, "one of start, submit or advance", TypeError, state=state)
+
+
 def no_blocks() -> Tokens:
     """The blocks of a job that waits."""
     return Tokens((), dtype=np.int32)
@@ -214,7 +222,16 @@ def cancel(state: State, id: int) -> State:
     """The state without a request; as it was where that one has ended by itself.
 
     A step under way may finish: `advance` drops what it did for the request.
+
+    Raises:
+        TypeError: what is no state, or no number. ValueError: a request that there never was.
     """
+    check_state(state)
+    if not 0 <= whole("id", id) < state.submitted:
+        raise ValueError(
+            f"cancel(state, {id}): no request has that number, of {state.submitted} submitted. "
+            "Pass event.id"
+        )
     for job in (*state.running, *state.waiting):
         if job.id == id:
             return drop(state, [job])
@@ -242,11 +259,12 @@ def forget(state: State, adapter: int | None = None) -> State:
         adapter: of texts under this one alone, which then may change.
 
     Raises:
-        ValueError: a request still uses that adapter.
+        ValueError: a request still uses that adapter. TypeError: what is no state, or no number.
     """
+    check_state(state)
     if adapter is None:
         return dataclasses.replace(state, pool=unname(state.pool, list(state.pool.names)))
-    if job := user_of(state, adapter):
+    if job := user_of(state, whole("adapter", adapter)):
         raise ValueError(
             f"request {job.id} has adapter={adapter} and has not ended. Wait for its end, or "
             f"drop it: state = cancel(state, {job.id})"
@@ -270,7 +288,11 @@ def start_over(state: State, num_blocks: int, policy: Policy) -> State:
     requests wait, with the tokens that they have, and go on from there.
 
     To be asked for where a cache is lost: some of the processes that shared it are gone.
+
+    Raises:
+        TypeError, ValueError: as `start`; or what is no state.
     """
+    check_state(state)
     waiting = in_order(tuple(map(over, state.running)), state.waiting)
     own = start(num_blocks, policy)
     return dataclasses.replace(

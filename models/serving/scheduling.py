@@ -24,14 +24,15 @@ depends on its request and place alone.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
+import fngraph as fg
 from fngraph.models.serving import blocks
 from fngraph.models.serving.blocks import Pool, blocks_for
+from fngraph.models.serving.drawn import TOKENS, accept, drawn_of, tokens_of
 from fngraph.models.serving.logits import Drawn
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import (
@@ -40,11 +41,12 @@ from fngraph.models.serving.requests import (
     Logprob,
     Row,
     State,
+    check_state,
     drop,
     in_order,
     over,
 )
-from fngraph.models.serving.sampling import FAILED, UNDRAWN
+from fngraph.models.serving.sampling import FAILED
 from fngraph.models.serving.texts.endings import cut, read_on, rest
 
 NO_TOKEN = (
@@ -56,13 +58,14 @@ NO_TOKEN = (
 
 def plan(
     state: State, policy: Policy, fault: Callable[[Job], str | None] = lambda job: None,
-    joins: bool = True,
+    joins: bool = True, vocab_size: int | None = None,
 ) -> State:  # fmt: skip
     """Decide what each request computes in the next step; `rows` of the new state say so.
 
     Args:
         fault: why a request that joins cannot be run; nobody shares what its row computes.
         joins: whether any that wait may join.
+        vocab_size: tokens that the model has, for `advance` to refuse others; None: not known.
 
     Raises:
         ValueError: nothing to do.
@@ -108,7 +111,8 @@ def plan(
     running = in_order(tuple(grown.get(job.id, job) for job in kept), tuple(joined))
     reused = sum([job.computed for job in joined])
     now = (waiting, running, (*rows, *late), pool, slots)  # `replace` takes 2 us more
-    return State(*now, state.submitted, faults, state.soonest, reused)
+    soonest = state.soonest
+    return State(*now, state.submitted, faults, soonest, reused, vocab_size=vocab_size)
 
 
 def goes_on(state: State, policy: Policy) -> bool:
@@ -259,13 +263,18 @@ def advance(
         now: requests whose deadline it has reached end, those that wait too.
 
     Raises:
-        ValueError: another number of rows, as where a state has been advanced already.
-        TypeError: what a step gave, as it is, which the next step may overwrite.
+        ValueError: another number of rows, as where a state has been advanced already; tokens that
+            the model does not have.
+        TypeError: what a step gave, as it is, which the next step may overwrite; what is no state,
+            or no tokens.
     """
     if isinstance(drawn, Drawn | Tensor):
         raise TypeError(
             "advance got what a step gave; pass advance(state, *on_host(ids, state.rows))"
         )
+    if not isinstance(state, State) or not hasattr(drawn, "__len__"):
+        check_state(state)
+        raise TypeError(f"{fg.core.text.what_is('drawn', drawn)}: pass {TOKENS}")
     if len(drawn) != len(state.rows):
         raise ValueError(
             f"advance got the tokens of {len(drawn)} rows, but {len(state.rows)} are under way. "
@@ -276,7 +285,7 @@ def advance(
     done: list[Job] = []
     pool, size = state.pool, state.pool.block_size
     live = {job.request.id for job in state.running}
-    faults = state.faults
+    faults, below = state.faults, state.vocab_size or 2**31
     for at, ((job, count, drafts), tokens) in enumerate(zip(state.rows, drawn)):
         request, text, before, held, slot, reading = job
         id = request.id
@@ -290,13 +299,20 @@ def advance(
         if computed < len(text):
             stepped[id] = job._replace(computed=computed)
             continue
-        if state.turns > 1:
-            new = drawn_of(tokens)
-        else:
-            new = accept(drafts, tokens) if drafts else (tokens[0],)
-        failed = False
-        if new[-1] == FAILED:  # behind others it is left to the next step, which draws it first
+        try:
+            if state.turns > 1:
+                new = drawn_of(tokens)
+            else:
+                new = accept(drafts, tokens) if drafts else (tokens[0],)
+            failed = new[-1] == FAILED
+        except (TypeError, LookupError):
+            raise TypeError(f"drawn[{at}]{fg.core.text.shown(tokens)}: pass {TOKENS}") from None
+        if failed:  # behind others it is left to the next step, which draws it first
             new, failed = new[:-1], len(new) == 1
+        for token in new:
+            if type(token) is not int or not 0 <= token < below:
+                new = tokens_of(new, at, below)
+                break
         if request.decode is None:
             (new, end), said = cut(job, new), ""
         else:
@@ -321,15 +337,6 @@ def advance(
     return expire(state, events, now) if now >= state.soonest else (state, tuple(events))
 
 
-def drawn_of(tokens: Sequence[int]) -> tuple[int, ...]:
-    """The tokens of a row that drew one after the other, up to where it was done.
-
-    >>> drawn_of((5, 6, -2, -2))
-    (5, 6)
-    """
-    return tuple(itertools.takewhile(lambda token: token != UNDRAWN, tokens))
-
-
 def expire(state: State, events: Iterable[Event], now: float) -> tuple[State, tuple[Event, ...]]:
     """The state without requests whose deadline is past, and the events with their ends."""
     by_id = {event.id: event for event in events}
@@ -341,15 +348,3 @@ def expire(state: State, events: Iterable[Event], now: float) -> tuple[State, tu
     ahead = (job.request.deadline for job in jobs if job.request.deadline > now)
     soonest = min(ahead, default=math.inf)
     return dataclasses.replace(drop(state, late), soonest=soonest), tuple(by_id.values())
-
-
-def accept(drafts: Sequence[int], drawn: Sequence[int]) -> tuple[int, ...]:
-    """The tokens of one row: what was drawn, up to the first that is not the draft in its place.
-
-    >>> accept((5, 6, 7), (5, 6, 9, 3))
-    (5, 6, 9)
-    """
-    agreed = 0
-    while agreed < len(drafts) and drafts[agreed] == drawn[agreed]:
-        agreed += 1
-    return tuple(drawn[: agreed + 1])

@@ -21,6 +21,7 @@ from fngraph.models.families import lora
 from fngraph.models.families.rope import unscaled
 from fngraph.models.serving.ability import (
     Ability,
+    check_made,
     check_many,
     check_names,
     check_unused,
@@ -28,7 +29,7 @@ from fngraph.models.serving.ability import (
 )
 from fngraph.models.serving.batches import MANY, SHAPED, batch_type, empty_batch, limits_of
 from fngraph.models.serving.logits import Drawn, changed, drawn
-from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.policy import Policy, whole
 from fngraph.models.serving.ranks.circles import ONE, Ranks
 from fngraph.models.serving.ranks.stages import WHOLE, Stage, like_hidden, run_stage
 from fngraph.models.serving.requests import State
@@ -129,8 +130,13 @@ def make_steps(
         options: `fg.graphify`'s.
 
     Raises:
+        TypeError: arguments of another kind.
         ValueError: what does not fit together, see `fngraph.models.serving.ability`.
     """
+    check_made(forward, params, cache, policy, options)
+    fg.core.text.expect(Stage, "stage_of(ranks)", TypeError, stage=stage)
+    fg.core.text.expect(bool, "True or False", TypeError, progress=progress)
+    modes = str(fg.Mode.parse(modes))
     check_many(policy, modes, stage.total)
     blocks = count_blocks(cache, policy)
     can = ability(params, policy, more, adapters, blocks, vocab_size, max_len)
@@ -148,8 +154,8 @@ def make_steps(
         if case.shaped or case.many:
             field = MANY_FIELD if case.many else SHAPED_FIELD
             own["fields"] = (*options.get("fields", ()), field)
-        whole = case.forward(forward, policy, *names, *hidden, draws=stage.last)
-        fast = fg.graphify(whole, donate="cache", stage="batch", **{**options, **own})
+        step = case.forward(forward, policy, *names, *hidden, draws=stage.last)
+        fast = fg.graphify(step, donate="cache", stage="batch", **{**options, **own})
         if captured:
             options["recorder"] = captured[PLAIN].recorder
         bound = fast.bind(params, adapters) if case.adapted else fast.bind(params)
@@ -219,6 +225,7 @@ def bare_steps(
     device: torch.device | str = "cpu", vocab_size: int | None = None, max_len: int | None = None,
 ) -> Steps:  # fmt: skip
     """Steps without fngraph: `forward` itself, eager, which all modes are held to."""
+    check_made(forward, params, None, policy)
     all_names = cases(policy, adapters, more)
 
     def host_batch(spec: fg.BatchSpec) -> Any:
@@ -326,6 +333,9 @@ def ability(
         vocab_size = getattr(config, "vocab_size", None)
     if max_len is None:
         max_len = getattr(config, "max_len", None) or None
+    for name, count in (("vocab_size", vocab_size), ("max_len", max_len)):
+        if count is not None and whole(name, count) < 1:
+            raise ValueError(f"{name}={count}: pass what the model has, 1 or more")
     if "logits" in more and vocab_size is None:
         raise ValueError('"logits" needs the size of the vocabulary: pass vocab_size=')
     if "logits" in more and (own := getattr(config, "vocab_size", vocab_size)) != vocab_size:

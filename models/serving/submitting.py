@@ -180,7 +180,7 @@ def run_of(stop: Sequence[int] | int) -> tuple[int, ...]:
         TypeError: something in it is no whole number.
     """
     try:
-        return (operator.index(stop),)  # type: ignore[arg-type]
+        return (whole("stop", stop) if isinstance(stop, bool) else operator.index(stop),)  # type: ignore[arg-type]
     except TypeError:
         run = _at_most(MOST_STOPS, "a stop", stop) if hasattr(stop, "__iter__") else (stop,)
         return tuple(whole("stop", token) for token in run)

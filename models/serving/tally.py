@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import fngraph as fg
-from fngraph.models.serving.loop import Served
+from fngraph.models.serving.loop import Served, each
 
 
 class Line(NamedTuple):
@@ -41,7 +41,8 @@ class Tally:
 
     def watch(self, served: Iterable[Served]) -> Iterator[Served]:
         """Count steps and pass them on."""
-        for one in served:
+        how = "pass tally.watch(serve(steps, cache, ...))"
+        for one in each(Served, served, "Tally.watch", how):
             spec, (mode, key, _) = one.spec, one.ran
             kind = "cascade " * spec.cascade + one.kind + " lora" * (spec.adapters > 0)
             of = (kind, mode, None if mode is fg.Mode.NONE else key)

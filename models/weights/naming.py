@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fngraph as fg
+
 
 def shape(*dims: int) -> Tensor:
     """A tensor of this shape and no memory."""
@@ -83,6 +85,18 @@ def check_dtype(dtype: Any) -> None:
         )
 
 
+def check_config(config: Any, verb: str) -> None:
+    """Refuse what is no config of a model.
+
+    Raises:
+        TypeError: it is something else, weights for one.
+    """
+    if dataclasses.is_dataclass(config) and hasattr(config, "num_layers"):
+        return
+    fix = f"{verb}(params.config, ...)" if hasattr(config, "config") else "a family's Config"
+    raise TypeError(f"{fg.core.text.what_is('config', config)}. Pass {fix}")
+
+
 def init_params(
     blank: Callable[[Any], Any],
     config: Any,
@@ -98,8 +112,9 @@ def init_params(
     what `vectors` says of its last name.
 
     Raises:
-        TypeError: a dtype that weights cannot have.
+        TypeError: a dtype that weights cannot have; what is no config.
     """
+    check_config(config, "init_params")
     check_dtype(dtype)
     generator = torch.Generator().manual_seed(seed)
 

@@ -1,4 +1,4 @@
-"""`fngraph.core.encoder_items`: budgets, what is captured, runs of items, and items over ranks."""
+"""Encoders in core: budgets, what is captured, runs of items, and items over ranks."""
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -15,7 +15,7 @@ from fngraph.core import (
     plan_encoder,
     token_budgets,
 )
-from fngraph.errors import SizesError, SpecError
+from fngraph.errors import FnGraphError, SizesError, SpecError
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,6 @@ from fngraph.errors import SizesError, SpecError
     [
         (64, 8192, (64, 128, 256, 512, 1024, 2048, 4096, 8192)),
         (64, 800, (64, 128, 256, 512, 800)),
-        (272, 256, (256,)),
         (5, 5, (5,)),
         (1, 2, (1, 2)),
         (1, 1, (1,)),
@@ -40,6 +39,34 @@ def test_budgets_are_positive(low, high):
     assert str(info.value) == (
         f"token_budgets({low}, {high}): budgets are positive. Pass 1 or more."
     )
+
+
+def test_what_means_nothing_is_refused():
+    for call, says in (
+        (lambda: token_budgets(64, 4), r"\(64, 4\): none is within. Pass low <= high."),
+        (lambda: fit(4, (32, 8, 4)), r"budgets=\(32, 8, 4\) must ascend. Pass .*\(4, 8, 32\)"),
+        (lambda: fit(-4, (8,)), r"fit\(-4, ...\): tokens are not negative"),
+        (lambda: balance([4, -3], 2), r"sizes\[1\]=-3: tokens are not negative"),
+        (lambda: plan_encoder(4, 128, paths={}), "paths={} has nothing to run"),
+        (lambda: Path(-16), r"Path\(min_budget=-16\) holds no token"),
+        (lambda: Path(16, unit=0), r"Path\(unit=0\) holds no token"),
+        (lambda: Path("16"), "min_budget='16' is a str. Pass an int"),
+        (lambda: Path(16, budgets=(8, 4)), r"budgets=\(8, 4\) must ascend"),
+        (lambda: plan_encoder(4, 128, paths={"a": Path(1000)}),
+         "min_budget=1000 is beyond the largest budget, 128 tokens. Pass min_budget=128 or less"),
+        (lambda: pack([Item((2.5,))], plan_encoder(4, 128)), r"Item\(tokens=\(2.5,\).* whole"),
+        (lambda: pack([Item(4)], plan_encoder(4, 128)), r"Item\(tokens=4.* a tuple each"),
+        (lambda: pack([4, 3.5], plan_encoder(4, 128)), "an item=3.5 is a float. Pass its tok"),
+        (lambda: pack([True], plan_encoder(4, 128)), "an item=True is a bool. Pass its tok"),
+    ):  # fmt: skip
+        with pytest.raises(FnGraphError, match=says):
+            call()
+
+
+def test_a_plan_prints_as_what_made_it_and_as_its_table():
+    plan = plan_encoder(4, 16, max_items=2)
+    assert "max_sequences={}" in repr(plan) and "mappingproxy" not in repr(plan)
+    assert str(plan) == plan.as_text()
 
 
 def test_fit():
@@ -287,15 +314,11 @@ def test_numbers_of_sequences_are_graphs_of_their_own():
 
 def test_paths_with_budgets_of_whole_sequences_and_of_their_own():
     paths = {"global": Path(272, unit=272), "local": Path(100, True, 100, (150, 250, 1000))}
-    assert Path(64) == (64, False, None, None) and Item((1,)) == ((1,), 0, ())
+    assert Path(64) == Path(64, False, None, None) and Item((1,)) == ((1,), 0, ())
     plan = plan_encoder(272, 1300, paths=paths)
     assert plan.path_budgets == {"global": (272, 544, 1088), "local": (0, 100, 200, 1000)}
-    for path, says in (
-        (Path(64, unit=2000), "No budget up to 1300 holds a sequence of unit=2000 tokens"),
-        (Path(64, budgets=(9, 3)), r"budgets=\(9, 3\) must ascend"),
-    ):
-        with pytest.raises(SizesError, match=says):
-            plan_encoder(64, 1300, paths={"one": path})
+    with pytest.raises(SizesError, match="No budget up to 1300 holds a sequence of unit=2000 tok"):
+        plan_encoder(64, 1300, paths={"one": Path(64, unit=2000)})
 
 
 @settings(max_examples=200, deadline=None)

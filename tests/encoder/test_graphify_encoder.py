@@ -438,7 +438,10 @@ def test_what_is_no_plan_is_refused(kind: str, options: Any, error: Any, says: s
         (("image", {"default": 3}, {"default": 0}), "3 tokens in 0 sequences"),
         (("image", {"default": -1}), "-1 tokens"),
         (("image", {"default": 3}, {}, -1), "-1 frames. Say 0 of an image"),
-        (None, r"items\[1\]: measure returned .*Measured\(modality, tokens=\{'default': "),
+        (
+            None,
+            r"items\[1\]: measure returned a tuple. Return fg.Measured\(\"image\", tokens=\{'def",
+        ),
         (("image", {"default": 4}), r"made a batch of 3 tokens .* said to bring 4 in 1"),
     ],
 )

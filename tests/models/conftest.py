@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
+
 import pytest
 import torch
 
-from fngraph.models import llama, naming
+from fngraph.models import Event, gather, llama, naming
 
 DEVICES = [
     pytest.param("cpu", "tape", id="tape"),
@@ -36,6 +39,14 @@ def wide_params(config: llama.Config, *, seed: int = 3, device: str = "cpu") -> 
         return (weight * 10 if weight.ndim == 2 else vector).to(device)
 
     return naming.replaced(llama.init_params(config, seed=seed), widen)
+
+
+def gathered(events: Iterable[Event]) -> dict[int, tuple[int, ...]]:
+    """`gather`, which is to warn where a request failed, and of nothing else."""
+    found = list(events)
+    failed = any(event.failed for event in found)
+    with pytest.warns(UserWarning, match="failed") if failed else contextlib.nullcontext():
+        return gather(found)
 
 
 @pytest.fixture(autouse=True, scope="module")

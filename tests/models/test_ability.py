@@ -27,7 +27,7 @@ from fngraph.models import (
     submit,
 )
 from fngraph.models.families.rope import Dynamic
-from tests.models.conftest import wide_params
+from tests.models.conftest import gathered, wide_params
 
 POLICY = Policy(max_tokens=32, max_reqs=2, max_blocks=4)
 
@@ -76,7 +76,7 @@ def fails(says: str, steps: Any, cache: Any, bad: dict[str, Any], policy: Policy
     """The bad one does, alone and at once, for that reason; those beside it get what they get."""
     good = run(steps, cache, {"prompt": [4] * 17}, policy=policy)
     ends = events(steps, cache, {"prompt": [4] * 17}, bad, {"prompt": [4] * 17}, policy=policy)
-    texts = gather(ends)
+    texts = gathered(ends)
     assert (texts[0], texts[1], texts[3]) == (good[0], good[1], good[1]) and texts[2] == ()
     (failed,) = [event for event in ends if event.failed]
     assert failed.id == 2 and re.search(says, failed.end), failed
@@ -140,7 +140,7 @@ def test_a_shared_prefix_of_a_bad_request_is_not_read(made):
     fails("999", *made(modes="FULL"), bad)
     ends = events(*made(modes="FULL"), bad, bad, {"prompt": [*[7] * 16, 3]})
     alone = run(*made(modes="FULL"), {"prompt": [*[7] * 16, 3]})
-    assert [event.id for event in ends if event.failed] == [1, 2] and gather(ends)[3] == alone[1]
+    assert [event.id for event in ends if event.failed] == [1, 2] and gathered(ends)[3] == alone[1]
 
 
 def test_logits_that_are_no_numbers_fail_their_request_alone(made, params):

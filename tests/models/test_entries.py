@@ -108,7 +108,7 @@ def test_arguments_in_another_order():
         start(POLICY, 16)
     with pytest.raises(TypeError, match=r"takes state, policy, prompt.*these are Policy, State"):
         submit(POLICY, state, [1], 4)
-    with pytest.raises(TypeError, match=r"query_lens=4: pass some, \(1, 4\)"):
+    with pytest.raises(TypeError, match=r"query_lens=4: pass a tuple of them, \(1, 4\)"):
         Policy(8, 2, 2, query_lens=4)
 
 

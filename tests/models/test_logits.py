@@ -17,7 +17,6 @@ from fngraph.models import (
     Policy,
     Settings,
     bare_steps,
-    gather,
     llama,
     make_steps,
     schedule,
@@ -31,7 +30,7 @@ from fngraph.models.serving.batches import SHAPED, batch_type, empty_batch, lay_
 from fngraph.models.serving.logits import Drawn, changed, drawn, edits, on_host
 from fngraph.models.serving.scheduling import advance, plan
 from fngraph.models.serving.steps import case_of
-from tests.models.conftest import DEVICES, wide_params
+from tests.models.conftest import DEVICES, gathered, wide_params
 
 V, SIZE = 40, 4
 CONFIG = llama.Config(V, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, dim=24, mlp_dim=32)
@@ -142,7 +141,7 @@ def served(steps, cache, state, policy):
     for event in events:
         assert len(event.logprobs) in (0, len(event.tokens))
         logprobs.setdefault(event.id, []).extend(event.logprobs)
-    return gather(events), {event.id: event.end for event in events if event.end}, logprobs
+    return gathered(events), {event.id: event.end for event in events if event.end}, logprobs
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ from fngraph.models.serving.ranks.stages import Stage
 from fngraph.models.serving.sampling import FAILED, UNDRAWN
 from fngraph.models.serving.scheduling import advance, plan
 from fngraph.models.serving.steps import case_of
-from tests.models.conftest import wide_params
+from tests.models.conftest import gathered, wide_params
 
 SIZE, BLOCKS = 4, 40
 POLICY = Policy(32, 4, 10, SIZE, decode_many=6)
@@ -93,7 +93,7 @@ class Model:
             events += one.events
             ran.append(one)
         self.made[mode, policy, more] = steps, cache
-        return gather(events), ran, int(cache[1]), cache
+        return gathered(events), ran, int(cache[1]), cache
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

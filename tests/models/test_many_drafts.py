@@ -32,7 +32,7 @@ from fngraph.models.serving.sampling import FAILED, UNDRAWN
 from fngraph.models.serving.scheduling import advance, plan
 from fngraph.models.serving.steps import case_of
 from fngraph.models.serving.texts.tokens import Tokens
-from tests.models.conftest import wide_params
+from tests.models.conftest import gathered, wide_params
 from tests.models.test_many import LEVELS, counted
 
 SIZE, BLOCKS = 4, 60
@@ -101,7 +101,7 @@ class Model:
             own = {name: each[i] for name, each in asked.items()}
             state = submit(state, loops, prompt, new + i, **own)
         ran = [*serve(steps, cache, state, loops)]
-        return gather(event for one in ran for event in one.events), ran, int(cache[1])
+        return gathered(event for one in ran for event in one.events), ran, int(cache[1])
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fngraph.models import Policy
+from fngraph.models.serving.drawn import accept
 from fngraph.models.serving.requests import Job, Request
-from fngraph.models.serving.scheduling import accept, choose, find_drafts
+from fngraph.models.serving.scheduling import choose, find_drafts
 from fngraph.models.serving.texts.tokens import Tokens
 
 runs = st.lists(st.integers(0, 2), max_size=6)

@@ -87,13 +87,18 @@ def planned_cost(histogram: Histogram, sizes: Iterable[int], cost: Cost = _rows)
     """What this traffic costs in sum on the ladder `sizes`; steps beyond it cost their own size."""
     ladder = sorted(sizes)
     total = 0.0
-    for size, count in _counts(histogram).items():
+    for size, count in counts_of(histogram).items():
         at = bisect_left(ladder, size)
         total += count * cost(ladder[at] if at < len(ladder) else size)
     return total
 
 
-def _counts(histogram: Histogram) -> dict[int, float]:
+def counts_of(histogram: Histogram) -> dict[int, float]:
+    """How often each size came, where it did.
+
+    Raises:
+        SizesError: sizes or counts that are none.
+    """
     if isinstance(histogram, Mapping):
         counts = dict(histogram)
     else:
@@ -136,7 +141,7 @@ def _problem(
     cost: Cost,
     candidates: Iterable[int] | None,
 ) -> Problem:
-    counts = _counts(histogram)
+    counts = counts_of(histogram)
     if not counts:
         raise SizesError("The histogram is empty. Record at least one step before planning.")
     seen = sorted(counts)

@@ -1,0 +1,1 @@
+"""Encoders: which graphs there are, and which items run in which."""

@@ -24,6 +24,7 @@ from fngraph.passes.pattern import (
     in_the_way,
     insert,
     is_dense,
+    is_written_between,
     item,
     match,
     name,
@@ -132,7 +133,9 @@ def _merged(graph: fx.Graph, ends: Found, again: Found) -> bool:
     args = found["group"], found["numbers"]
     if in_the_way(found, old) or not readers or any(not x < min(readers) for x in args):
         return False
-    before = min(readers)
+    before = min(readers)  # which may stand behind the match: the op reads later than that did
+    if is_written_between(found.inside, until=before):
+        return False
     new = insert(graph, before, _OPS.group_rows.default, args)
     new.meta["val"] = tuple(x.meta["val"] for x in old)
     for i, one in enumerate(old):

@@ -155,7 +155,7 @@ def _of_pairs(angles: list[fx.Node], node: fx.Node) -> list[fx.Node] | None:
     if None in found:
         return None
     pairs = [one["angle"] for one in found]  # type: ignore[index]
-    memory = {storage_key(x.meta["val"]) for x in pairs}
+    memory = {storage_key(x.meta["val"]) for x in (*pairs, cos, sin)}  # as it is at the rope
     return None if writes_between(min(cos, sin), node, memory) else pairs[::-1]
 
 

@@ -30,7 +30,7 @@ from fngraph.fx.tracing.tried import said
 from fngraph.options import Verify
 from fngraph.shadow.difference import Difference
 from fngraph.shadow.parts import Parts, parts_of
-from fngraph.shadow.saved import prepared_of, ran_of, save
+from fngraph.shadow.saved import is_bare, prepared_of, ran_of, save
 from fngraph.shadow.verifying.aside import Aside
 from fngraph.shadow.verifying.comparing import (
     Answer,
@@ -134,7 +134,9 @@ class VerifiedStep(Step[R]):
 
     def _settle(self) -> None:
         """Wait for the comparison that goes on, if one does, and tell what it has found."""
-        if self._aside.is_here() or is_tracing():  # forward itself asks, in a run or in a trace
+        # forward itself asks, in a trace or in a run, of whom there is one at a time: of this step
+        # or of another, whose comparison may wait for just that
+        if self._aside.is_here() or is_tracing() or is_bare():
             return
         with self.turn.lock:
             answers = self._aside.take()

@@ -48,8 +48,14 @@ class Moments:
 
 
 def init(params: Any, *, average: bool = False) -> Moments:
-    """Before the first step; `average` says whether a running average of the weights is kept."""
-    leaves, _ = fg.core.trees.flatten(params)
+    """Before the first step; `average` says whether a running average of the weights is kept.
+
+    Raises:
+        TreeError: a leaf that is no tensor, by path.
+    """
+    leaves, treedef = fg.core.trees.flatten(params)
+    for path, w in zip(fg.core.trees.paths(treedef, "params"), leaves):
+        fg.core.text.expect(Tensor, "a weight, a tensor", fg.errors.TreeError, **{path: w})
     step = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
     own = fg.core.trees.map_leaves(torch.clone, params) if average else None
     return Moments(step, _zeros(params), _zeros(params), own)

@@ -54,14 +54,18 @@ def make_train_step(
     def step(params: Any, opt: Moments, batch: Any, *held: Any) -> Any:
         drawn = held if draw is None else (*held, draw(params, opt.step))
         leaves, treedef = fg.core.trees.flatten(params)
-        _refuse("params", params, lambda w: w.is_floating_point(), (
-            "and weights are floats. Pass it with the batch, or keep it as a number of Python"
+        _refuse("params", params, lambda w: w.dtype is torch.float32, (
+            "and weights that are trained are float32: their steps are smaller than what bfloat16 "
+            "tells apart. Layers may compute in bfloat16, make_loss(dtype=); what is no weight goes "
+            "with the batch"
         ))  # fmt: skip
 
         def on(batch: Any) -> tuple[Any, Tensor]:
+            given = fg.core.trees.flatten((leaves, batch, drawn))[0]
             grads, value = gradients(
-                lambda w: loss(fg.core.trees.unflatten(treedef, w), batch, *drawn), leaves
-            )
+                lambda w: loss(fg.core.trees.unflatten(treedef, w), batch, *drawn), leaves,
+                again=torch.is_grad_enabled() and any(_is_recorded(x) for x in given),
+            )  # fmt: skip
             return fg.core.trees.unflatten(treedef, grads), value
 
         lr = schedule(opt.step)
@@ -85,18 +89,38 @@ def make_train_step(
 
 
 def gradients(
-    of: Callable[[list[Tensor]], Tensor], at: list[Tensor]
+    of: Callable[[list[Tensor]], Tensor], at: list[Tensor], *, again: bool = False
 ) -> tuple[list[Tensor], Tensor]:
     """Those of a loss, and its value: to the bit what `loss.backward()` leaves in leaves.
 
     `torch.func.grad` asks for what can be derived once more, and silu's gradient is then made of
-    five ops; in bfloat16 each of them rounds, where its own kernel does once.
+    five ops; in bfloat16 each of them rounds, where its own kernel does once. So it is for where
+    that is needed: inside of transforms, and where a caller derives what a step makes; and for
+    inference mode, in which there are no leaves.
+
+    Args:
+        again: whether what comes out is derived once more.
     """
+    leaves = None if again or torch.is_inference_mode_enabled() else _leaves(at)
+    if leaves is None:
+        grads, value = torch.func.grad_and_value(lambda w: checked_loss(of(w)))(at)
+        return list(grads), value
     with torch.enable_grad():
-        leaves = [w.detach().requires_grad_() for w in at]
         value = checked_loss(of(leaves))
         grads = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
     return list(grads), value.detach()
+
+
+def _leaves(at: list[Tensor]) -> list[Tensor] | None:
+    """New ones. None: inside of a transform, which nothing but this refusal of torch's tells."""
+    try:
+        return [w.detach().requires_grad_() for w in at]
+    except RuntimeError:
+        return None
+
+
+def _is_recorded(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def checked_loss(value: Any) -> Tensor:

@@ -249,6 +249,35 @@ def test_gradients_are_those_of_backward(device: str, recorder: str, dtype: torc
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+def test_a_step_can_be_derived():
+    """By autograd, and by transforms; of its weights, and of its batch."""
+    x, y, w = (torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    loss = lambda p, b: (b["x"] @ p["w"] - y).square().mean()  # noqa: E731
+    settings = adamw.AdamW(eps=1.0, clip=None)
+    train = make_train_step(loss, settings, adamw.constant(0.5))
+
+    def after(w: Tensor, x: Tensor) -> Tensor:
+        params, opt, _ = train({"w": w}, adamw.init({"w": w}), {"x": x})
+        return loss(params, {"x": x}) + opt.step
+
+    for i in (0, 1):
+        way, e = torch.randn_like(w), 1e-2
+        moved = [[z + by * (j == i) for j, z in enumerate((w, x))] for by in (e * way, -e * way)]
+        want = (after(*moved[0]) - after(*moved[1])) / (2 * e)
+        by_func = torch.func.grad(after, argnums=i)(w, x)
+        given = [z.clone().requires_grad_(j == i) for j, z in enumerate((w, x))]
+        with torch.enable_grad():
+            (by_autograd,) = torch.autograd.grad(after(*given), given[i])
+        for found in (by_func, by_autograd):
+            torch.testing.assert_close((found * way).sum(), want, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        torch.func.vmap(after)(torch.stack([w, x]), torch.stack([x, w])),
+        torch.stack([after(w, x), after(x, w)]),
+    )
+    with torch.inference_mode():
+        torch.testing.assert_close(after(w.clone(), x.clone()), after(w, x))
+
+
 def test_dropout_is_another_at_each_step():
     flat = Flat(torch.zeros(64, 1000).flatten(), torch.zeros(3))
     masks = [dropped(flat, torch.tensor(step), share=0.25, seed=seed)
@@ -403,7 +432,11 @@ TREE = adamw.AdamW(decays=None)
      (lambda: stepped(TREE, accumulate=0), ValueError, "accumulate=0: pass .* 1 or more"),
      (lambda: stepped(TREE, accumulate=2.0), ValueError, "accumulate=2.0: pass"),
      (lambda: stepped(TREE, params=weights() | {"n": torch.tensor(3)}), fg.errors.TreeError,
-      r"params\['n'\] is torch.int64 \(\), and weights are floats"),
+      r"params\['n'\] is torch.int64 \(\), and weights that are trained are float32"),
+     (lambda: stepped(TREE, params=weights() | {"n": torch.ones(3).bfloat16()}),
+      fg.errors.TreeError, r"params\['n'\] is torch.bfloat16 \(3,\), and weights"),
+     (lambda: adamw.init({"w": torch.ones(3), "n": 3}), fg.errors.TreeError,
+      r"params\['n'\]=3 is an int. Pass a weight, a tensor"),
      (lambda: stepped(adamw.AdamW(decays={"w": True})), fg.errors.TreeError,
       r"decays is of another structure .*\n  decays\['b'\]: missing\n"),
      (lambda: stepped(TREE, first={"w": torch.ones(3, 3)}), fg.errors.TreeError,

@@ -387,6 +387,37 @@ def test_forward_may_ask_for_what_waits_for_it():
     assert ran.returncode == 0, ran.stderr
 
 
+LOGGED = """
+import torch, fngraph as fg
+from fngraph.torch_facts.tracing import ONE_AT_A_TIME
+
+steps = []
+
+def plain(w, x):
+    return x * w
+
+def logged(w, x):
+    return x * w + 0 * sum(step.stats.verified for step in steps)
+
+one = fg.graphify(plain, stage="x", verify=1.0)
+two = fg.graphify(logged, stage="x", verify=fg.Verify(1.0, on_difference="raise"))
+w = torch.ones(3)
+one(w, w), two(w, w)
+steps.append(one)
+with ONE_AT_A_TIME:  # so that its thread has to wait
+    one(w, w), two(w, w)
+print(one.stats.verified, two.stats.verified)
+"""
+
+
+def test_forward_may_ask_for_another_step_that_is_compared():
+    """Both want to be the one `forward` that runs."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "2 2\n", done.stderr
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_fork_waits_for_bare_forward_and_its_child_can_trace(gate: Gate):

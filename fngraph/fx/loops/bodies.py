@@ -17,7 +17,7 @@ from torch import fx
 
 from fngraph.core.where import user_line
 from fngraph.fx.blocks.fakes import fakes_like
-from fngraph.fx.loops.closures import Flat
+from fngraph.fx.loops.closures import Flat, here
 from fngraph.fx.nodes import is_size, storages_written
 from fngraph.fx.tracing.constants import COPIES
 from fngraph.fx.tracing.outside import foreign
@@ -128,7 +128,7 @@ def trace_body(
             track(fake, node, tracer)
             inputs.append(node)
         mode.made.note(list(examples), line)
-        results = list(fn(list(examples)))
+        results = here(list(fn(list(examples))))
         outputs = [node_of(mode, x, line) for x in results]
     own = own_of(left, inputs)
     return Body(tuple(inputs), tuple(own), tuple(outputs), tuple(results), carries)

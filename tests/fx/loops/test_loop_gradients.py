@@ -181,3 +181,24 @@ def test_outside_of_a_trace_a_while_loop_has_no_gradient():
         out.backward()
     with pytest.raises(fg.errors.TransformError, match="not counted"):
         grad(lambda w: fg.while_loop(lambda c: c < 9, lambda c: c * w, w))(torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("inner", ["cond", "scan's y", "scan's carry"])
+def test_an_inner_function_may_return_what_it_is_given(inner: str):
+    def yes(c: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if inner == "cond":
+            return fg.cond(c.sum() > 0, lambda u: u, lambda u: u * 2, c)
+        if inner == "scan's y":
+            return fg.scan(lambda h, x: (h + x, c), c * 1, rows)[1][0]
+        return fg.scan(lambda h, x: (c, x), c * 1, rows)[0]
+
+    def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.stack([x, x])
+        return torch.func.grad(
+            lambda a: fg.cond(x.sum() > 0, yes, lambda c, r: c * 3, a, rows).square().sum()
+        )(w)
+
+    w, x = torch.tensor([1.0, -2.0, 3.0, 0.5]), torch.ones(4)
+    fast = fg.graphify(step, stage="x", modes="FULL", recorder="tape")
+    for sign in (1, -1):
+        torch.testing.assert_close(fast(w, x * sign), step(w, x * sign))

@@ -128,6 +128,15 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         assert peak < MOST
 
 
+def rows_are_apart() -> bool:
+    """Whether a NaN stays in its row of a product on this processor. With AMX oneDNN reads rows of
+    bfloat16, whose depth is no multiple of 32, up to one, on into the next row, and multiplies what
+    it finds there by 0."""
+    x, weight = torch.ones(64, 588, dtype=torch.bfloat16), torch.ones(64, 588, dtype=torch.bfloat16)
+    x[1:] = float("nan")
+    return bool((x @ weight.t())[0].isfinite().all())
+
+
 @pytest.mark.sampled("cpu-step3")
 @pytest.mark.parametrize("name", REAL)
 def test_graphs_are_as_eager(name: str, device: str):
@@ -137,8 +146,8 @@ def test_graphs_are_as_eager(name: str, device: str):
     kept = (params,) if name == "ocr" else ()
     model = family.encoder(config, *kept, max_tokens=1 << 12)
     encode = fg.graphify_encoder(
-        model, params, budgets=budgets(config), max_items=4, defer=False, guards=True,
-        recorder="tape" if device == "cpu" else "cuda",
+        model, params, budgets=budgets(config), max_items=4, defer=False,
+        guards=device == "cuda" or rows_are_apart(), recorder="tape" if device == "cpu" else "cuda",
     )  # fmt: skip
     items = items_of(name, config)
     wants = [bare(model, params, item, device) for item in items]

@@ -56,8 +56,8 @@ def make_train_step(
         leaves, treedef = fg.core.trees.flatten(params)
         _refuse("params", params, lambda w: w.dtype is torch.float32, (
             "and weights that are trained are float32: their steps are smaller than what bfloat16 "
-            "tells apart. Layers may compute in bfloat16, make_loss(dtype=); what is no weight goes "
-            "with the batch"
+            "tells apart. Layers may compute in bfloat16, make_loss(dtype=); what is no weight is "
+            "part of the batch"
         ))  # fmt: skip
 
         def on(batch: Any) -> tuple[Any, Tensor]:

@@ -114,7 +114,11 @@ def test_a_pad_below_what_is_said_of_every_number() -> None:
 
 def test_what_is_right_is_taken() -> None:
     fg.buffer("T", "uint8", pad=255), fg.buffer("T", "bool", pad=True)
-    fg.buffer("T", "float32", pad=float("nan")), fg.buffer("R + 1", "int32", pad="stride", min=0)
+    (
+        fg.buffer("T", "int32", min=1),
+        fg.buffer("T", "float32", pad=float("nan")),
+        fg.buffer("R + 1", "int32", pad="stride", min=0),
+    )
     sizes = core.plan_sizes(np.array([3, 7]), k=2)
     assert sizes == (3, 7) and {type(size) for size in sizes} == {int}
     assert core.Flight([BatchSpec(3, 3)]) == core.Flight((BatchSpec(3, 3),))

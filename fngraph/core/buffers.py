@@ -142,7 +142,7 @@ class Buffer:
         if self.min is not None and (type(self.min) is not int or "int" not in self.dtype):
             raise FieldError(f"min={self.min!r} of {self.dtype}: a whole number, of integers")
         if not isinstance(self.pad, str):
-            _check_pad(self.pad, self.dtype, self.min)
+            _check_pad(self.pad, self.dtype, self.min if self.pad_given else None)
         else:
             if self.pad not in RAMPS:
                 raise FieldError(

@@ -9,7 +9,8 @@ on. One that nobody declared, it may still have counted on as 0:
 Such a program is right, and poison in its padding would be a false alarm. So `forward` is traced
 as if padding held anything: where that is refused as mixing rows, the pad is kept.
 
-A field's `min` is looked at before each step.
+A field's `min` is looked at before each step, and whether offsets of requests (pad="stride") are as
+the spec says: its `query_len` and bounds are taken by backends as they are.
 
 Borrowed results: see `graphs.loans`.
 """
@@ -17,12 +18,14 @@ Borrowed results: see `graphs.loans`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fngraph.core import BatchSpec, Buffer, BufferPlan, trees
+from fngraph.core.buffers import STRIDE
 from fngraph.errors import TreeError
 from fngraph.executable import Executable
 from fngraph.fx.leaves import Role
@@ -107,6 +110,7 @@ class Poison:
         self.loans.begin(self.name)
         _check_least(self.plan, kept)
         if isinstance(spec, BatchSpec):
+            _check_offsets(self.plan, kept, spec)
             true = true_sizes(spec, self.dims)
             counts = [planned.buffer.rows(true) or 0 for planned in self.plan.buffers]
             with torch.inference_mode(False), torch.no_grad():
@@ -139,6 +143,27 @@ def _check_least(plan: BufferPlan, leaves: Sequence[Any]) -> None:
                 raise TreeError(
                     f"{planned.path}: declared with min={least}, and this batch has {found}"
                 )
+
+
+def _check_offsets(plan: BufferPlan, leaves: Sequence[Any], spec: BatchSpec) -> None:
+    """Where requests begin, as the batch has it, beside what the spec says of them. A batch may
+    have fewer tokens than its spec: one that is padded to what processes agree on."""
+    most = spec.bounds.max_query_len
+    for planned, x in zip(plan.buffers, leaves):
+        if planned.buffer.pad != STRIDE or not isinstance(x, torch.Tensor) or x.dim() != 1:
+            continue
+        starts = x.tolist()
+        for i, (begin, end) in enumerate(itertools.pairwise(starts)):
+            if end < begin or (most is not None and end - begin > most):
+                raise TreeError(
+                    f"{planned.path}: request {i} brings {end - begin} tokens, from {begin} to "
+                    f"{end}, and {spec!r} says at most {most}. Say what the batch has: "
+                    "query_len=None where requests differ, and the largest of them as bound"
+                )
+        if starts and starts[-1] > spec.num_tokens:
+            raise TreeError(
+                f"{planned.path} ends at {starts[-1]}, and {spec!r} has {spec.num_tokens} tokens"
+            )
 
 
 def _own(x: Any, lent: set[int]) -> Any:

@@ -97,6 +97,33 @@ def test_padding_is_poisoned_where_no_pad_is_declared(recorder_name, device):
         assert static(step, "weights").tolist() == [1] * 4
 
 
+LIES = {
+    "of another length": (
+        dict(query_len=2),
+        "request 0 brings 3 tokens, from 0 .* at most 2",
+    ),
+    "longer than the bound": (dict(host=fg.HostBounds(2, 9)), "request 0 brings 3 .* at most 2"),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_offsets_that_the_spec_denies_are_refused(what: str):
+    """Of which backends made wrong numbers."""
+    said, text = LIES[what]
+    params, cache = toys.attention_params(1), toys.attention_cache(1)
+    fast = fg.graphify(toys.attend, donate="cache", stage="batch", sizes=(4, 8), guards=True,
+                       recorder="tape", backends={"attention": "sdpa"})  # fmt: skip
+    step = fast.bind(params).capture(cache, toys.LIMITS, progress=False)
+    right = toys.batch(3, 1)
+    want = step(cache, right)[0].clone()
+    with pytest.raises(TreeError, match=rf"batch.query_start_loc: {text}"):
+        step(cache, dataclasses.replace(right, spec=fg.BatchSpec(4, 2, **said)))
+    short = dataclasses.replace(right, query_start_loc=torch.tensor([0, 3, 5], dtype=torch.int32))
+    with pytest.raises(TreeError, match=r"batch.query_start_loc ends at 5, and .* has 4 tokens"):
+        step(cache, short)
+    toys.assert_trees(step(cache, right)[0], want)
+
+
 def test_a_number_below_its_fields_min_is_refused(recorder_name, device):
     step = make(simple, device, recorder_name)
     bad = batch(3, device)

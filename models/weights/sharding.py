@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.core.text import expect
 from fngraph.models.weights import naming
 from fngraph.models.weights.fp8 import Fp8Weight, misfits
 from fngraph.models.weights.sharded import SplitGain, SplitStack, SplitVocabulary, SummedWeight
@@ -115,7 +114,7 @@ def share_of(config: Any, specs: Specs, mesh: fg.Mesh) -> Share:
     Raises:
         fg.errors.RankError: a mesh that the model cannot be split over, or no mesh.
     """
-    error = fg.errors.RankError
+    error, expect = fg.errors.RankError, fg.core.text.expect
     expect(Specs, "the family's specs(config): llama.specs(config)", error, specs=specs)
     expect(fg.Mesh, "the whole mesh, fg.make_mesh(tp=2)", error, mesh=mesh)
     return Share(specs, axes_of(specs, mesh), own_config(config, specs, mesh))

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.core.text import expect
 
 FIRST = 8192  # bytes of a message that come at once; a longer one has a second part
 LENGTH = 8  # bytes that say how long one is
@@ -120,7 +119,7 @@ def make_ranks(
     Raises:
         fg.errors.RankError: arguments of another kind.
     """
-    error = fg.errors.RankError
+    error, expect = fg.errors.RankError, fg.core.text.expect
     expect(fg.Mesh, "the whole mesh, fg.make_mesh(dp=2, tp=2)", error, mesh=mesh)
     expect((tuple, list), 'names of axes, ("dp",)', error, apart=apart)
     expect(bool, "True or False", error, meet=meet, ahead=ahead)

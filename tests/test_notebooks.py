@@ -54,7 +54,7 @@ def faults(notebook: Any) -> list[str]:
     return found
 
 
-@pytest.mark.sampled("01_")
+@pytest.mark.sampled("00_", "01_")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 # ipykernel and zmq warn of event loops of their own when the client starts a kernel
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")

@@ -86,8 +86,6 @@ def _is_ours(found: Found, *weights: str) -> bool:
         weight = found[key]
         if len(sizes(weight)) != 3 or not is_dense(weight) or dtype_of(weight) != dtype_of(x):
             return False
-        if sizes(weight)[:1] != sizes(ends):
-            return False
     return dtype_of(found.inside[-1]) == dtype_of(x)
 
 

@@ -67,6 +67,18 @@ def sorted_by(**how: Any) -> Callable[[Any, Tensor], Any]:
     return body
 
 
+def sorted_as(dtype: torch.dtype, kept: bool = False) -> Callable[[Any, Tensor], Any]:
+    def body(p: Any, x: Tensor) -> Any:
+        expert_N = expert(p, x)[1].flatten().to(dtype)
+        values, order = expert_N.sort(stable=True)
+        numbers = torch.arange(X, dtype=dtype)
+        ends = torch.searchsorted(values, numbers, right=True).to(torch.int32)
+        made = expert_N[order] * 2 + 0 * ends[:1] + (values if kept else 0)
+        return fg.trust_rows(made[order.argsort()].view(-1, C))
+
+    return body
+
+
 def gated_by(form: Callable[[Any, Tensor, Tensor, Tensor], Tensor]) -> Callable[[Any, Tensor], Any]:
     def body(p: Any, x: Tensor) -> Any:
         rows, chosen = expert(p, x)
@@ -80,6 +92,8 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], list[int]]] = {  # how many
     "a family's experts": (family, [1, 1, 1]),
     "sorts alone": (sorted_by(), [1, 0, 0]),
     "a sort downwards": (sorted_by(descending=True), [0, 0, 0]),
+    "a sort of int32": (sorted_as(torch.int32), [0, 0, 0]),
+    "sorted numbers that others read": (sorted_as(torch.int64, kept=True), [0, 0, 0]),
     "a gate": (gated_by(lambda p, x, order, ends: gate(p, x[order // C], ends)), [1, 1, 0]),
     "a gate of rows that are there": (
         gated_by(lambda p, x, order, ends: gate(p, x[order // C].sin(), ends)), [1, 0, 2],

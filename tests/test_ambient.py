@@ -206,10 +206,11 @@ def test_state_that_forward_leaves_changed_is_refused_and_put_back(fn: Any) -> N
     """A graph would not do it again."""
     torch.manual_seed(12)
     before, seed = read("cpu"), torch.initial_seed()
+    precision = torch.get_float32_matmul_precision()
     said = "forward (changes state outside of it|sets .* for a part of itself)"
     with pytest.raises(AmbientError, match=said):
         graphified(fn)(toys.tally_params(), toys.tally_state(), toys.batch(3, 2))
-    assert read("cpu") == before
+    assert read("cpu") == before and torch.get_float32_matmul_precision() == precision
     assert fn.__name__ == "sets_seed" or torch.initial_seed() == seed
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fngraph.__main__ import main
-from fngraph.core import BatchSpec, Flown, KeyLog, KeyPart, Log, Mode
+from fngraph.core import BatchSpec, Flown, HostBounds, KeyLog, KeyPart, Log, Mode
 from fngraph.errors import SpecError
 from fngraph.report import charts_of, draw_log, page_of
 from tests.browser import PHONE, SCREEN, View, looked_at
@@ -26,7 +26,7 @@ def flown(i: int) -> Flown:
     kinds = (
         (BatchSpec(3, 3, 1), Mode.FULL, "FULL 4x4 q1", 4, "least FULL key", 21.0),
         (BatchSpec(13, 2), Mode.PIECEWISE, "PIECEWISE 16", 16, "least PIECEWISE key", 90.0),
-        (BatchSpec(900, 5, host=(7, 8)), Mode.NONE, "", 900, LONG, None),
+        (BatchSpec(900, 5, host=HostBounds(300, 800)), Mode.NONE, "", 900, LONG, None),
     )
     spec, mode, key, padded, reason, device = kinds[i % 3]
     return Flown(i * 100.0, spec, mode, key, padded, reason, 30.0 + i, device)

@@ -196,6 +196,7 @@ def unchanged(device: str, fn: Any) -> Iterator[None]:
     """
     before, seed = read(device), torch.initial_seed()
     deterministic = torch.are_deterministic_algorithms_enabled()
+    precision_of_all = _matmul_precision()
     after, reseeded = before, False
     try:
         yield
@@ -207,6 +208,8 @@ def unchanged(device: str, fn: Any) -> Iterator[None]:
             torch.set_autocast_enabled(device, before.autocast is not None)
         if after.kernels != before.kernels:
             torch.use_deterministic_algorithms(deterministic)
+            if precision_of_all is not None:  # which torch keeps beside those of the backends
+                torch.set_float32_matmul_precision(precision_of_all)
             for backend, precision in zip(("cuda", "mkldnn"), before.kernels):
                 set_precision(backend, "matmul", precision)
         if after.modes != before.modes:
@@ -217,6 +220,14 @@ def unchanged(device: str, fn: Any) -> Iterator[None]:
             f"{defined_at(fn)}: forward changes state outside of it ({what}), which a graph would "
             "not do again. Change it around the call, or for a part: with torch.autocast(...):"
         )
+
+
+def _matmul_precision() -> str | None:
+    """Of all backends; None: torch does not say, since each has been set by itself."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 def check_no_dispatch_mode() -> None:

@@ -10,6 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fngraph.torch_facts.names import get_precision, set_precision
+
 none = contextlib.nullcontext
 
 
@@ -33,9 +35,19 @@ def autocast(**options: Any) -> Any:
 
 
 def precision(p: str) -> Any:
-    return lambda: setting(
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, p
-    )
+    backends = ("cuda", "mkldnn")
+
+    def now() -> Any:
+        """That of all, and of each, which is none of the words of all where nobody has set it."""
+        return torch.get_float32_matmul_precision(), [get_precision(b, "matmul") for b in backends]
+
+    def put(value: Any) -> None:
+        whole, of_each = value
+        torch.set_float32_matmul_precision(whole)
+        for backend, one in zip(backends, of_each):
+            set_precision(backend, "matmul", one)
+
+    return lambda: setting(now, put, (p, []))
 
 
 def deterministic(on: bool) -> Any:

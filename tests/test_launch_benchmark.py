@@ -72,12 +72,16 @@ def law(monkeypatch: pytest.MonkeyPatch, slower: Callable[[int], float]) -> None
         )
         return mixes.Mix(lambda: ("FULL", works), lambda: ("NONE", works), works)
 
-    def clocked(call: Callable[[], Any], device: str, bursts: int = 1) -> mixes.Clocked:
+    def device_us(call: Callable[[], Any], device: str, bursts: int = 1) -> float:
         mode, works = call()
         count = sum(work.kernels for work in works)
-        if mode == "FULL":
-            return mixes.Clocked(STEP + count * NODE, 9.0 + count * EACH)
-        return mixes.Clocked(0.0, count * (EACH + GAP))
+        return 9.0 + count * EACH if mode == "FULL" else count * (EACH + GAP)
+
+    def clocked(call: Callable[[], Any], device: str, bursts: int = 1) -> mixes.Clocked:
+        mode, works = call()
+        assert mode == "FULL"  # hosts in NONE are compared, and take turns
+        count = sum(work.kernels for work in works)
+        return mixes.Clocked(STEP + count * NODE, device_us(call, device))
 
     def host_us(made: Any, ids: Any) -> list[float]:
         _, works = made.step(ids)
@@ -86,6 +90,7 @@ def law(monkeypatch: pytest.MonkeyPatch, slower: Callable[[int], float]) -> None
 
     monkeypatch.setattr(mixes, "mix", mix)
     monkeypatch.setattr(mixes, "clocked", clocked)
+    monkeypatch.setattr(mixes, "device_us", device_us)
     monkeypatch.setattr(mixes.clocks, "host_us", host_us)
 
 

@@ -21,7 +21,7 @@ from benchmarks.launch.mixes import (
     LEAST_US,
     NOTHING,
     Steps,
-    clocked,
+    device_us,
     hosts_in_turn,
 )
 from benchmarks.workload import BF16, BLOCK_SIZE
@@ -177,17 +177,17 @@ def attention(
     for reqs in asked.reqs:
         batch = tokens_of(heads, reqs, 1, asked.context, asked.context // BLOCK_SIZE, device)
 
-        def device_us(mode: str, batch: Tokens = batch) -> float:
+        def per_layer(mode: str, batch: Tokens = batch) -> float:
             less, all_ = (
-                clocked(lambda: one.call(batch, mode), device, bursts).device  # noqa: B023
+                device_us(lambda: one.call(batch, mode), device, bursts)  # noqa: B023
                 for one in (few, many)
             )
             return (all_ - less) / more
 
-        full = device_us("FULL")
+        full = per_layer("FULL")
         points.append((many.work(batch).nbytes, max(full - between_us(batch.x), LEAST_US)))
         if reqs != most:
-            edges.append((device_us("PIECEWISE") - full) / 2)
+            edges.append((per_layer("PIECEWISE") - full) / 2)
             hosts.append(hosts_us(few, many, batch, found, device, bursts))
     calls = many.beside - few.beside
     beside_us = sum(count * found.op_us[kind] for kind, count in calls.items()) / more
@@ -230,7 +230,7 @@ def prefill_curve(
     for chunk in chunks:
         batch = tokens_of(heads, 1, chunk, chunk, -(-most // BLOCK_SIZE), device)
         less, more = (
-            clocked(lambda: one.call(batch, "FULL"), device, max(bursts // 5, 1)).device  # noqa: B023
+            device_us(lambda: one.call(batch, "FULL"), device, max(bursts // 5, 1))  # noqa: B023
             for one in (few, many)
         )
         us = (more - less) / 2 - between_us(batch.x)

@@ -44,14 +44,20 @@ def made_of(call: Callable[[], Any], device: str) -> Made:
 
 
 def clocked(call: Callable[[], Any], device: str, bursts: int = BURSTS) -> Clocked:
-    """A step's own times, the device ahead of which all is launched."""
+    """A step's own times."""
+    made, on_device = made_of(call, device), device_us(call, device, bursts)
+    host = [us for _ in range(bursts) for us in clocks.host_us(made, None)]
+    return Clocked(median(host), on_device)
+
+
+def device_us(call: Callable[[], Any], device: str, bursts: int = BURSTS) -> float:
+    """Device microseconds of a step, all of which is launched ahead."""
     made = made_of(call, device)
     for _ in range(3):
         call()
     steps, hold_s = clocks.burst_of(made, None)
-    host = [us for _ in range(bursts) for us in clocks.host_us(made, None)]
     ms = [clocks.device_ms(made, None, steps, hold_s)[0] for _ in range(max(3, bursts // 5))]
-    return Clocked(median(host), median(ms) * 1e3)
+    return median(ms) * 1e3
 
 
 def hosts_in_turn(
@@ -211,9 +217,9 @@ def steps(device: str, blocks: int = BLOCKS, bursts: int = BURSTS) -> Steps:
     more_nodes = many.kernels - one.kernels
     node_us = max((of_many.host - of_one.host) / more_nodes, 0.0)
     in_graph_us = (of_many.device - of_one.device) / more_nodes
-    gap_us = clocked(many.none, device, bursts).device / many.kernels - in_graph_us
+    gap_us = device_us(many.none, device, bursts) / many.kernels - in_graph_us
     small = mix(["pointwise"] + [kind for kind in base if kind != "product"], device)
-    mixed = clocked(small.full, device, bursts).device - of_one.device
+    mixed = device_us(small.full, device, bursts) - of_one.device
     first, *rest = small.works  # the op that the other step has too
     assert first.kind == "pointwise"
     return Steps(

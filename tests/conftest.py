@@ -55,10 +55,24 @@ HOST_SLACK = 64 << 20  # what Python's and C's allocators keep for themselves
 
 
 def pytest_configure() -> None:
-    """Nobody listens to torch's log for machines, but pytest, which adds itself to each logger that
+    """Workers side by side share out the GPUs, before torch looks which there are.
+
+    Nobody listens to torch's log for machines, but pytest, which adds itself to each logger that
     does not propagate; then torch writes a stack for each symbol, and graphs for each compilation.
     """
     logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = list(map(str, range(there))) if named is None else named.split(",")
+    if worker and len(gpus) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(in_turn(gpus, worker))
+
+
+def in_turn(gpus: list[str], worker: str) -> list[str]:
+    """All GPUs, another one first for each worker ("gw0", "gw1", ...), which tests call cuda:0."""
+    first = int(worker.removeprefix("gw")) % len(gpus)
+    return gpus[first:] + gpus[:first]
 
 
 @pytest.hookimpl(wrapper=True)

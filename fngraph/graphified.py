@@ -414,10 +414,9 @@ class Bound(Generic[R]):
 
 def _with_dims(limits: Limits, batch: Any) -> Limits:
     """Limits that also say the letters (B, ...) that only the first batch tells."""
-    leaves, _ = trees.flatten(batch)
     dims = dict(limits.dims)
-    for leaf, buffer in zip(leaves, buffers_of(type(batch)).values()):
-        for dim, size in zip(buffer.dims, getattr(leaf, "shape", ())):
+    for name, buffer in buffers_of(type(batch)).items():  # by name: what is None is no leaf
+        for dim, size in zip(buffer.dims, getattr(getattr(batch, name), "shape", ())):
             if dim.text.isalpha() and not dim.moves:
                 dims.setdefault(dim.text, int(size))
     return Limits(limits.max_tokens, limits.max_reqs, **dims)

@@ -14,6 +14,7 @@ import threading
 from typing import Any
 
 from fngraph.core.structs import NAMESPACE, Exactly
+from fngraph.core.text import count
 from fngraph.errors import TreeError
 
 _FIRST = threading.RLock()
@@ -190,7 +191,33 @@ def differences(expected: Any, got: Any, root: str) -> list[str]:
         place = next((f"{a}: {b} is in its place" for a, b in pairs if a != b), root)
         why = "a dict has its keys in another order, and forward goes by that"
         return [f"  {place}: {why}. Pass them in the order that was traced"]
-    return lines or [f"  {root}: expected {expected}, got {got}"]
+    return lines or [_first_difference(expected, got, root)]
+
+
+def _first_difference(expected: Any, got: Any, root: str) -> str:
+    """A line about the outermost containers that differ, of two structures with the same paths."""
+    if expected.type is got.type and expected.num_children == got.num_children:
+        for accessor, *pair in zip(_steps(expected, root), expected.children(), got.children()):
+            if pair[0] != pair[1]:
+                return _first_difference(*pair, accessor)
+    kinds = _kind(expected), _kind(got)
+    wanted, is_now = (expected, got) if kinds[0] == kinds[1] else kinds  # static fields
+    return f"  {root}: expected {wanted}, got {is_now}"
+
+
+def _steps(treedef: Any, root: str) -> list[str]:
+    """How to reach each direct child."""
+    level = treedef.one_level()
+    return [] if level is None else paths(level, root)
+
+
+def _kind(treedef: Any) -> str:
+    """What stands at a place: "a tensor", "a list of 2 parts"."""
+    if treedef.is_leaf():
+        return "a tensor"
+    if treedef.type is type(None):
+        return "None"
+    return f"a {treedef.type.__name__} of {count(treedef.num_children, 'part')}"
 
 
 def is_frozen(tree: Any) -> bool:

@@ -100,9 +100,22 @@ def test_a_container_is_not_what_only_begins_alike():
     ]
 
 
-def test_containers_of_equal_paths_are_shown_whole():
-    expected, got = treedef([1, 2]), treedef((1, 2))
-    assert trees.differences(expected, got, "x") == [f"  x: expected {expected}, got {got}"]
+@pytest.mark.parametrize(
+    ("expected", "got", "line"),
+    [
+        ([1, 2], (1, 2), "x: expected a list of 2 parts, got a tuple of 2 parts"),
+        ({"a": [1, (2, 3)]}, {"a": [1, [2, 3]]},
+         "x['a'][1]: expected a tuple of 2 parts, got a list of 2 parts"),
+        ([1, None], [1, ()], "x[1]: expected None, got a tuple of 0 parts"),
+        ({"a": 1, "b": [2]}, {"a": 1, "b": {0: 2}},
+         "x['b']: expected a list of 1 part, got a dict of 1 part"),
+    ],
+)  # fmt: skip
+def test_containers_of_equal_paths_are_named_at_their_place(expected, got, line):
+    assert trees.differences(treedef(expected), treedef(got), "x") == [f"  {line}"]
+
+
+def test_static_parts_are_shown_whole():
     assert trees.differences(treedef(Batch(1, 2)), treedef(Batch(1, 2, window=9)), "x") == [
         f"  x: expected {treedef(Batch(1, 2))}, got {treedef(Batch(1, 2, window=9))}"
     ]

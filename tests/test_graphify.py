@@ -473,7 +473,7 @@ def test_a_field_that_is_none_in_the_first_batch_is_the_one_that_is_named():
     toy = model("attend")
     fast = toy.graphify(limits=None, sizes=(4,))
     batch = dataclasses.replace(toys.batch(3), token_ids=None)
-    with pytest.raises(fg.errors.TreeError, match="batch.token_ids: missing"):
+    with pytest.raises(fg.errors.TreeError, match=r"batch\.token_ids: missing"):
         fast(toy.params, toy.state, batch)
 
 

@@ -262,6 +262,10 @@ CHOICES: dict[str, tuple[tuple[str, ...], Any]] = {
         ),
     ),
 }  # fmt: skip
+if hasattr(torch._C, "_get_cublaslt_prefer_grouped_gemm"):  # torch 2.14
+    CHOICES["grouped products"] = (
+        ("cuda",), lambda: turned(cuda.matmul, "prefer_cublaslt_grouped_gemm")
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHOICES)

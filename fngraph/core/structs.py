@@ -10,8 +10,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import operator
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -104,12 +106,21 @@ def hide_host_field(tree: Any, refuse: Callable[[HostFieldError], None]) -> None
 
 
 class Exactly:
-    """Values that equal only those that compute alike: 2 is not 2.0, True not 1, 0.0 not -0.0."""
+    """Values that equal only those that compute alike: 2 is not 2.0, True not 1, 0.0 not -0.0.
 
-    __slots__ = ("_key", "values")
+    Lists, dicts and sets among them are as they were then, whatever their owner does to them, or
+    who is given `values`.
+    """
+
+    __slots__ = ("_key", "_values")
 
     def __init__(self, values: Any) -> None:
-        self.values, self._key = values, _key(values)
+        self._key, self._values = _key(values), _copied(values)
+
+    @property
+    def values(self) -> Any:
+        """They, with containers of the reader's own."""
+        return _copied(self._values)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Exactly) and self._key == other._key
@@ -118,7 +129,25 @@ class Exactly:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        return repr(self.values)
+        return repr(self._values)
+
+
+def _copied(x: Any) -> Any:
+    """A value with copies of the lists, dicts and sets in it; itself where there is none."""
+    if isinstance(x, tuple):
+        parts = [_copied(y) for y in x]
+        if all(map(operator.is_, parts, x)):
+            return x
+        return x._make(parts) if hasattr(x, "_make") else tuple(parts)
+    if not isinstance(x, list | dict | set):
+        return x
+    new: Any = copy.copy(x)
+    if isinstance(x, list):
+        new[:] = map(_copied, x)
+    elif isinstance(x, dict):
+        for name, y in x.items():
+            new[name] = _copied(y)
+    return new
 
 
 def _key(x: Any, within: tuple[int, ...] = ()) -> Any:
@@ -157,7 +186,8 @@ def _held(x: Any) -> Any:
 def struct(cls: Any) -> Any:
     """Make `cls` a frozen dataclass and register it as a pytree.
 
-    `dataclasses.replace` makes changed copies. Static fields must be hashable.
+    `dataclasses.replace` makes changed copies. Static fields count by value, lists and dicts
+    as they were when the tree was flattened; what has no hash counts by its identity.
 
     Raises:
         FieldError: more than one host field, or no class.

@@ -197,9 +197,9 @@ def differences(expected: Any, got: Any, root: str) -> list[str]:
 def _first_difference(expected: Any, got: Any, root: str) -> str:
     """A line about the outermost containers that differ, of two structures with the same paths."""
     if expected.type is got.type and expected.num_children == got.num_children:
-        for accessor, *pair in zip(_steps(expected, root), expected.children(), got.children()):
-            if pair[0] != pair[1]:
-                return _first_difference(*pair, accessor)
+        for path, want, have in zip(_steps(expected, root), children(expected), children(got)):
+            if want != have:
+                return _first_difference(want, have, path)
     kinds = _kind(expected), _kind(got)
     wanted, is_now = (expected, got) if kinds[0] == kinds[1] else kinds  # static fields
     return f"  {root}: expected {wanted}, got {is_now}"

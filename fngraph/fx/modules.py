@@ -35,8 +35,9 @@ def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors
     show: take them out again then. Whether it trains or evaluates is what the module says when
     `forward` runs.
 
-    A module that writes its buffers (a BatchNorm that trains) writes them in `buffers`, in place.
-    Graphified, they are to be donated, so return them:
+    A module that writes its buffers (a BatchNorm that trains) writes them in `buffers`, in place;
+    one that gives a buffer another tensor (`self.mean = ...`) puts that into `buffers`. Graphified,
+    they are to be donated, so return them:
 
         def step(params, buffers, x):
             return forward(params, buffers, x), buffers
@@ -52,7 +53,7 @@ def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors
 
     Raises:
         TreeError: a lazy module that has not run yet, or whose forward has a parameter called
-            `params` or `buffers`.
+            `params` or `buffers`. By `forward`: one of two tied tensors is given another one.
     """
     expect(nn.Module, "a module", TreeError, module=module)
     module = getattr(module, "_orig_mod", module)
@@ -79,8 +80,25 @@ def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors
         given = {**params, **buffers}
         tensors = {attribute: given[name] for attribute, name in attributes if name in given}
         tensors |= {name: x for name, x in given.items() if name not in known}
+        before = dict(tensors)
         with _as_it_was(module):
-            return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
+            result = torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
+        for attribute, name in attributes:
+            if (new := tensors.get(attribute)) is before.get(attribute):
+                continue
+            if (other := untied(attribute, name, tensors)) is not None:
+                raise TreeError(
+                    f"{type(module).__name__}.{attribute} is given another tensor, and was tied "
+                    f"to {other}, which keeps its own. Give it to both, or write it in place: "
+                    f"self.{attribute}.copy_(new)"
+                )
+            (params if name in params else buffers)[name] = new  # type: ignore[assignment]
+        return result
+
+    def untied(attribute: str, name: str, tensors: Tensors) -> str | None:
+        """Another attribute of that name, which has another tensor by now."""
+        new = tensors.get(attribute)
+        return next((a for a, n in attributes if n == name and tensors.get(a) is not new), None)
 
     first = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in _OWN]
     if own and own[0].kind is inspect.Parameter.POSITIONAL_ONLY:

@@ -132,6 +132,7 @@ _OF_CUDA = (
     "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_fa3_sdp_enabled",
     "_get_cublas_allow_fp16_reduced_precision_reduction",
     "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation",
+    "_get_cublaslt_prefer_grouped_gemm",
 )  # fmt: skip
 _OF_CPU = ("_get_mkldnn_enabled", "_get_mkldnn_deterministic")
 
@@ -160,7 +161,9 @@ def _mkldnn_precision() -> tuple[str, str]:
 
 
 def _switches(*names: str) -> dict[str, Callable[[], Any]]:
-    return {n.removeprefix("_get_"): getattr(_C, n, bool) for n in names}  # fa3's is of torch 2.13
+    return {
+        n.removeprefix("_get_"): getattr(_C, n, bool) for n in names
+    }  # some are of torch 2.13 and 2.14
 
 
 SWITCHES: dict[str, dict[str, Callable[[], Any]]] = {

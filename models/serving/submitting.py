@@ -127,6 +127,8 @@ def submit(
             "larger cache, or shorten the request"
         )
     check_settings(settings)
+    if settings.logit_bias:  # as it is now, whatever becomes of the caller's dict
+        settings = settings._replace(logit_bias=tuple(settings.biases.items()))
     barred = min_tokens > 0 and any(len(run) == 1 for run in ends)
     shaped = barred or grammar is not None or logprobs is not None or settings.changes_logits
     first = state.submitted if settings.seed is None else settings.seed

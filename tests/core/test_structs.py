@@ -1,5 +1,6 @@
 """`fngraph.core.structs`: what each role of a field means, and what is refused."""
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -126,6 +127,31 @@ def test_static_values_of_no_hash_count_by_their_identity():
     of = lambda x: flatten(Batch(1, 2, window=x))[1]  # noqa: E731
     assert of(one) == of(one) != of(other)
     assert of([1, {"a": 2}]) == of([1, {"a": 2}]) != of([1, {"a": 2.0}])
+
+
+Window = collections.namedtuple("Window", "sizes")
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: [1], lambda x: x.append(2)),
+        (lambda: {"a": [1]}, lambda x: x["a"].append(2)),
+        (lambda: ({1}, 2), lambda x: x[0].add(2)),
+        (lambda: Window([1]), lambda x: x.sizes.append(2)),
+        (lambda: collections.OrderedDict(a=1), lambda x: x.pop("a")),
+    ],
+)
+def test_static_containers_are_as_they_were(make, change):
+    """Whoever changes his own: who made the tree, or who was given one of its structure."""
+    mine = make()
+    treedef = flatten(Batch(1, 2, window=mine))[1]
+    change(mine)
+    assert flatten(Batch(1, 2, window=mine))[1] != treedef == flatten(Batch(1, 2, window=make()))[1]
+    given = unflatten(treedef, [1, 2]).window
+    assert given == make() and type(given) is type(make())
+    change(given)
+    assert unflatten(treedef, [1, 2]).window == make()
 
 
 def test_a_struct_takes_exactly_its_children():

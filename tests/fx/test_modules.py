@@ -310,6 +310,78 @@ def test_a_batchnorm_that_trains_writes_donated_buffers(what: str, modes: str):
     assert net[1].running_mean.any() and fast.stats.share(modes) == 1
 
 
+class Averaging(nn.Module):
+    """Gives its buffers other tensors, and writes one of these in place."""
+
+    mean: Tensor
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(toys.E))
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        self.last = torch.roll(self.last, 1, 0)
+        self.last[0] = x[0, 0]
+        return (x - self.mean) * self.last.sum()
+
+
+@pytest.mark.parametrize("modes", MODES)
+def test_a_module_that_gives_its_buffers_other_tensors(modes: str):
+    net = Averaging()
+    forward, params, buffers = fg.from_module(Averaging())
+
+    def step(params: Any, buffers: Any, x: Tensor) -> Any:
+        return forward(params, buffers, x), buffers
+
+    fast, bare = fg.graphify(step, donate="buffers", stage="x", modes=modes), toys.clone(buffers)
+    for _ in range(4):
+        x = torch.randn(4, toys.E)
+        want = net(x)
+        torch.testing.assert_close(step(params, bare, x)[0], want)
+        got, back = fast(params, buffers, x)
+        assert back is buffers
+        torch.testing.assert_close(got, want)
+        toys.assert_trees(buffers, dict(net.named_buffers()), atol=1e-6, rtol=1e-6)
+    assert fast.stats.share(modes) == 1
+
+
+def test_a_module_may_not_give_held_buffers_other_tensors():
+    forward, params, buffers = fg.from_module(Averaging())
+    with pytest.raises(MutationError, match=r"puts another tensor into buffers\['mean'\]"):
+        fg.graphify(forward, stage="x")(params, buffers, torch.randn(4, toys.E))
+
+
+class Untying(nn.Module):
+    """Of two attributes that are one tensor it gives one another."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.both, tied = both, torch.ones(toys.E)
+        self.first, self.second = nn.Module(), nn.Module()
+        self.first.register_buffer("scale", tied)
+        self.second.register_buffer("scale", tied)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.scale = self.first.scale + 1
+        if self.both:
+            self.second.scale = self.first.scale
+        return x * self.first.scale * self.second.scale
+
+
+def test_tied_buffers_get_another_tensor_together_or_not_at_all():
+    x = torch.randn(4, toys.E)
+    net, (forward, params, buffers) = Untying(True), fg.from_module(Untying(True))
+    for _ in range(3):
+        assert torch.equal(forward(params, buffers, x), net(x))
+    forward, params, buffers = fg.from_module(Untying(False))
+    with pytest.raises(TreeError, match=r"Untying\.first\.scale .* was tied to second\.scale"):
+        forward(params, buffers, x)
+    assert torch.equal(buffers["first.scale"], torch.ones(toys.E))
+
+
 @pytest.mark.parametrize("modes", MODES)
 def test_a_training_step_over_a_module_with_batchnorm(modes: str):
     forward, params, buffers = fg.from_module(mlp(nn.BatchNorm1d(5)))

@@ -472,7 +472,7 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(conditional, "current_device", lambda: 0)
     monkeypatch.setattr(conditional, "current_stream", lambda index: 7 + len(Torchs.done))
     monkeypatch.setattr(conditional, "_check", lambda *_: None)
-    monkeypatch.setitem(sys.modules, "cuda", None)  # without cuda.bindings, too
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # without cuda.bindings, too
     yield Torchs
     assert not conditional._OPEN
 
@@ -511,7 +511,7 @@ def test_a_predicate_is_looked_at_before_anything_else():
 
 
 def test_without_cuda_bindings_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "cuda", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     monkeypatch.setattr(conditional, "current_device", lambda: 0)
     monkeypatch.setattr(conditional, "current_stream", lambda index: 7)
     with pytest.raises(PackageError, match=r"conditional node.*pip install cuda-bindings"):

@@ -238,7 +238,7 @@ def test_names_of_kernels_are_made_readable(mangled: str, want: str):
 
 
 def test_without_cuda_bindings_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "cuda", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     recording = CudaRecording(SimpleNamespace(raw_cuda_graph=lambda: 1))  # type: ignore[arg-type]
     with pytest.raises(PackageError, match="pip install cuda-bindings"):
         recording.nodes  # noqa: B018

@@ -298,6 +298,14 @@ def test_who_cannot_be_run_leaves_nothing_to_share():
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("bias", [{3: 2.0, 7: -math.inf}, [(3, 2.0), (7, -math.inf)]])
+def test_a_bias_is_as_it_was_submitted(bias):
+    state = submit(start(24, POLICY), POLICY, (1,), 2, settings=Settings(logit_bias=bias))
+    bias.clear()
+    (job,) = state.waiting
+    assert job.request.settings.biases == {3: 2.0, 7: -math.inf}
+
+
 @pytest.mark.parametrize(
     "settings, says",
     [

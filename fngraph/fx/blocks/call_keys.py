@@ -7,8 +7,10 @@ object that is equal to itself alone) makes a call unlike any other.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -26,9 +28,11 @@ from fngraph.torch_facts.names import DisableTorchFunction, function_modes, inne
 from fngraph.torch_facts.tracing import FakeTensor, get_proxy_slot, in_forward_mode
 
 _WITHOUT_STATE = (
-    type, types.ModuleType, types.MethodDescriptorType, types.WrapperDescriptorType,
-    types.EllipsisType, torch.dtype, torch.layout, torch.memory_format,
+    types.MethodDescriptorType, types.WrapperDescriptorType, types.EllipsisType, torch.dtype,
+    torch.layout, torch.memory_format,
 )  # fmt: skip
+_SETTLED = {"builtins", "torch", "fngraph", "einops", "numpy", *sys.stdlib_module_names}
+"""Packages whose modules and classes stay as they are."""
 
 
 class _Unlike(Exception):
@@ -76,7 +80,7 @@ def call_of(
             seen.add((fn, args, dict(kwargs)))
         key = tuple(seen.parts)
         hash(key)
-    except (_Unlike, TypeError):  # TypeError: unhashable
+    except (_Unlike, TypeError, ValueError):  # unhashable; a memoryview says it by a ValueError
         return None
     return BodyCall(key, tuple(seen.tensors), tuple(seen.nodes))
 
@@ -111,7 +115,7 @@ class _Seen:
 
     def add(self, tree: Any) -> None:
         """A tree: its structure and each of its leaves."""
-        leaves, treedef = trees.flatten(tree, is_leaf=lambda x: isinstance(x, dict))
+        leaves, treedef = trees.flatten(tree, is_leaf=_shows_more)
         self.parts += [treedef, str(treedef)]  # text, because 1 == 1.0 in a static field
         for leaf in leaves:
             self.leaf(leaf)
@@ -125,18 +129,21 @@ class _Seen:
             self.parts += [kind, x.node.expr]
         elif isinstance(x, dict):
             self.parts += [kind, tuple(x)]
-            self.add(tuple(x.values()))
+            self.add((tuple(x.values()), getattr(x, "__dict__", None)))
+        elif isinstance(x, tuple | list):
+            self.parts += [kind, len(x)]
+            self.add((tuple(x), getattr(x, "__dict__", None)))
         elif isinstance(x, types.FunctionType):
             self.function(x)
         elif isinstance(x, functools.partial):
-            self.add((kind, x.func, x.args, x.keywords))
+            self.add((kind, x.func, x.args, x.keywords, vars(x)))
         elif isinstance(x, types.MethodType):
             self.add((kind, x.__func__, x.__self__))
         elif has_state(x):
             raise _Unlike
         else:
             hash(x)  # or it may change: a set
-            self.parts += [Exactly([x]), repr(x)]
+            self.parts += [Exactly((x,)), repr(x)]
 
     def function(self, fn: types.FunctionType) -> None:
         """By what it would do: code, defaults, closure and what was put on it. Its globals are what
@@ -178,4 +185,15 @@ def has_state(x: Any) -> bool:
     """Whether an object may change without a change of what it is equal to."""
     if isinstance(x, types.BuiltinFunctionType):
         return not isinstance(x.__self__, types.ModuleType | None)
+    if isinstance(x, type | types.ModuleType):  # both are namespaces, in which anything may change
+        home = x.__module__ if isinstance(x, type) else x.__name__
+        return home.partition(".")[0] not in _SETTLED
+    if isinstance(x, contextvars.ContextVar):
+        return True
     return type(x).__hash__ is object.__hash__ and not isinstance(x, _WITHOUT_STATE)
+
+
+def _shows_more(x: Any) -> bool:
+    """Whether a tree's own look at a container would miss a part of it: the order of a dict's keys,
+    what was put on an instance of the user's own kind of tuple."""
+    return isinstance(x, dict) or (isinstance(x, tuple | list) and bool(getattr(x, "__dict__", 0)))

@@ -110,13 +110,13 @@ def plain_state(device: str) -> Callable[[], tuple[Any, ...]]:
         autocast = bool  # meta does not know autocast
     matmul = functools.partial(get_precision, "cuda" if cuda else "mkldnn", "matmul")
     own = list(SWITCHES.get(device, {}).values())
-    a, b, c, d, e, f, g, h, i, j, k, m, n, o, p = own + [bool] * (15 - len(own))
+    a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q = own + [bool] * (16 - len(own))
 
     def state() -> tuple[Any, ...]:
         return (
             functions() or dispatches() or transforms() or autocast(),
             grad(), inference(), dtype(), matmul(),
-            a(), b(), c(), d(), e(), f(), g(), h(), i(), j(), k(), m(), n(), o(), p(),
+            a(), b(), c(), d(), e(), f(), g(), h(), i(), j(), k(), m(), n(), o(), p(), q(),
         )  # fmt: skip
 
     return state

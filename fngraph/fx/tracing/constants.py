@@ -18,7 +18,7 @@ from fngraph.torch_facts.memory import storage_key
 
 aten = torch.ops.aten
 COPIES = {aten.lift_fresh_copy.default, aten.lift_fresh.default, aten._to_copy.default,
-           aten.clone.default, aten.detach.default}  # fmt: skip
+           aten.clone.default, aten.detach.default, aten.alias.default}  # fmt: skip
 
 
 @torch.inference_mode(False)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-SEEN = ("3.6.", "3.7.")  # versions of Triton whose `JITFunction.run` does no more than this
+SEEN = ("3.6.", "3.7.", "3.8.")  # versions of Triton whose `JITFunction.run` does no more than this
 NUMBERS = frozenset({int, float, bool, type(None)})
 LEAST, MOST = -(1 << 31), 1 << 31  # a number from LEAST to below MOST is an i32
 MOST_KEYS = 4096  # of a kernel; a program that brings more begins again

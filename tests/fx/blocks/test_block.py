@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import types
@@ -407,6 +408,19 @@ def marked_by(value: Any) -> Any:
     return get
 
 
+class Row(tuple):
+    """A tuple that one may put something on."""
+
+
+class Table(dict):
+    """A dict, likewise."""
+
+
+def noted(thing: Any, value: Any) -> Any:
+    thing.noted = value
+    return thing
+
+
 @same(2)
 def kernels_that_are_chosen_in_between(mark: Any) -> Any:
     """Attention by another kernel is another op."""
@@ -435,6 +449,8 @@ def closing_over(values: Any) -> Any:
 
             @mark
             def body(x: Tensor) -> Tensor:
+                if hasattr(value, "noted"):
+                    return x * value.noted
                 got = value() if callable(value) else value
                 got = got[0] if isinstance(got, tuple | list) else got
                 return x + len(got) if isinstance(got, str | dict) else x * got
@@ -471,6 +487,10 @@ def closing_over(values: Any) -> Any:
         (lambda p, s, b, x: [lambda n=x.shape[0] + i: torch.ones(n)[0] for i in (0, 1, 0)], 2),
         (lambda p, s, b, x: ["a", "ab", "a"], 2),
         (lambda p, s, b, x: [marked_by(v) for v in (1, 2, 1)], 2),
+        (lambda p, s, b, x: [noted(functools.partial(len), v) for v in (1, 2, 1)], 2),
+        (lambda p, s, b, x: [noted(Row((3,)), v) for v in (1, 2, 1)], 2),
+        (lambda p, s, b, x: [noted(Row((v,)), 3) for v in (1, 2, 1)], 2),
+        (lambda p, s, b, x: [noted(Table(a=3), v) for v in (1, 2, 1)], 2),
     ],
 )
 def test_closed_over_values(values: Any, runs: int | None):
@@ -480,7 +500,19 @@ def test_closed_over_values(values: Any, runs: int | None):
 
 @pytest.mark.parametrize(
     "value",
-    [torch.nn.Linear(2, 2), object(), {1: [object()]}, iter(()), [].append, {1, 2}],
+    [
+        torch.nn.Linear(2, 2),
+        object(),
+        {1: [object()]},
+        iter(()),
+        [].append,
+        {1, 2},
+        Table,
+        Table.fromkeys,
+        types.ModuleType("settings"),
+        contextvars.ContextVar("setting"),
+        memoryview(bytearray(1)),
+    ],
     ids=lambda v: type(v).__name__,
 )
 def test_what_has_a_state_is_traced_each_time(value: Any):

@@ -90,6 +90,8 @@ class Verify:
                 f"within={self.within!r}: expected numbers from 0 on by dtype, "
                 "{torch.bfloat16: 5e-2}, or one for all"
             )
+        if isinstance(self.within, Mapping):  # as it is now, whatever becomes of the caller's dict
+            object.__setattr__(self, "within", dict(self.within))
 
     @property
     def by_dtype(self) -> Mapping[torch.dtype, float]:

@@ -164,6 +164,8 @@ class EncoderModel:
             raise SizesError(
                 f"EncoderModel(max_frames={self.max_frames}): pass 0 where there is no video."
             )
+        for name in ("paths", "dims"):  # as they are now, whatever becomes of the caller's dict
+            object.__setattr__(self, name, dict(getattr(self, name)))
 
     def measured(self, item: Any, where: str = "an item") -> Measured:
         """`measure(item)`, checked, with a count for every path.

@@ -64,6 +64,14 @@ def test_what_measure_returns_of_another_kind(measured: Any, says: str):
             run([toy.picture(3)])
 
 
+def test_an_encoder_is_as_it_was_made():
+    paths, dims = {"default": fg.EncoderPath(toy.see, 4)}, {"C": 3}
+    model = fg.EncoderModel(paths, fg.Measured, lambda path, items: items, (4, 64), dims=dims)
+    paths.clear()
+    dims["C"] = 5
+    assert list(model.paths) == ["default"] and model.dims == {"C": 3}
+
+
 def test_no_message_prints_a_tree_of_tensors():
     """Of the weights it had 57,417 characters, where they came first."""
     encoder = toy.make("pictures", "cpu", "tape")

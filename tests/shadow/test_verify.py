@@ -420,6 +420,13 @@ def test_what_means_nothing_is_refused(given: Any, said: str):
         )  # fmt: skip
 
 
+def test_tolerances_are_as_they_were_given():
+    within = {torch.float32: 1e-3}
+    verify = fg.Verify(0.1, within)
+    within.clear()
+    assert verify.by_dtype == {torch.float32: 1e-3}
+
+
 def test_stats_of_verified_steps_add_up():
     one = Stats(verified=3, differences=1, unverified={"a": 2})
     other = Stats(verified=2, unverified={"a": 1, "b": 1})

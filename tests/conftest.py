@@ -61,18 +61,18 @@ def pytest_configure() -> None:
     does not propagate; then torch writes a stack for each symbol, and graphs for each compilation.
     """
     logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        share_out_gpus(int(worker.removeprefix("gw")))
+
+
+def share_out_gpus(worker: int) -> None:
+    """Have this process see all GPUs, with another one first for each worker: tests' cuda:0."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     there = len(list(Path("/dev").glob("nvidia[0-9]*")))
     gpus = list(map(str, range(there))) if named is None else named.split(",")
-    if worker and len(gpus) > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(in_turn(gpus, worker))
-
-
-def in_turn(gpus: list[str], worker: str) -> list[str]:
-    """All GPUs, another one first for each worker ("gw0", "gw1", ...), which tests call cuda:0."""
-    first = int(worker.removeprefix("gw")) % len(gpus)
-    return gpus[first:] + gpus[:first]
+    if len(gpus) > 1:
+        first = worker % len(gpus)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 
 @pytest.hookimpl(wrapper=True)

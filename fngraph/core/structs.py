@@ -133,20 +133,19 @@ class Exactly:
 
 
 def _copied(x: Any) -> Any:
-    """A value with copies of the lists, dicts and sets in it; itself where there is none."""
+    """A value with copies of the lists, dicts and sets in it; itself where there is none, and where
+    it is a tuple of the user's own kind, which nothing says how to make."""
+    make = tuple if type(x) is tuple else getattr(type(x), "_make", None)
     if isinstance(x, tuple):
         parts = [_copied(y) for y in x]
-        if all(map(operator.is_, parts, x)):
-            return x
-        return x._make(parts) if hasattr(x, "_make") else tuple(parts)
+        return x if make is None or all(map(operator.is_, parts, x)) else make(parts)
     if not isinstance(x, list | dict | set):
         return x
     new: Any = copy.copy(x)
-    if isinstance(x, list):
-        new[:] = map(_copied, x)
-    elif isinstance(x, dict):
-        for name, y in x.items():
-            new[name] = _copied(y)
+    places = () if isinstance(x, set) else x.items() if isinstance(x, dict) else enumerate(x)
+    for place, y in places:
+        if (part := _copied(y)) is not y:  # a container of the user's may refuse to be written
+            new[place] = part
     return new
 
 

@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 from fngraph.core.structs import NAMESPACE, Exactly
-from fngraph.core.text import count
+from fngraph.core.text import a, count
 from fngraph.errors import TreeError
 
 _FIRST = threading.RLock()
@@ -197,18 +197,13 @@ def differences(expected: Any, got: Any, root: str) -> list[str]:
 def _first_difference(expected: Any, got: Any, root: str) -> str:
     """A line about the outermost containers that differ, of two structures with the same paths."""
     if expected.type is got.type and expected.num_children == got.num_children:
-        for path, want, have in zip(_steps(expected, root), children(expected), children(got)):
+        below = zip(paths(expected.one_level(), root), children(expected), children(got))
+        for path, want, have in below:
             if want != have:
                 return _first_difference(want, have, path)
     kinds = _kind(expected), _kind(got)
     wanted, is_now = (expected, got) if kinds[0] == kinds[1] else kinds  # static fields
     return f"  {root}: expected {wanted}, got {is_now}"
-
-
-def _steps(treedef: Any, root: str) -> list[str]:
-    """How to reach each direct child."""
-    level = treedef.one_level()
-    return [] if level is None else paths(level, root)
 
 
 def _kind(treedef: Any) -> str:
@@ -217,7 +212,7 @@ def _kind(treedef: Any) -> str:
         return "a tensor"
     if treedef.type is type(None):
         return "None"
-    return f"a {treedef.type.__name__} of {count(treedef.num_children, 'part')}"
+    return f"{a(treedef.type.__name__)} of {count(treedef.num_children, 'part')}"
 
 
 def is_frozen(tree: Any) -> bool:

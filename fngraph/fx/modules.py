@@ -84,7 +84,7 @@ def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors
         with _as_it_was(module):
             result = torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
         for attribute, name in attributes:
-            if (new := tensors.get(attribute)) is before.get(attribute):
+            if attribute not in before or (new := tensors[attribute]) is before[attribute]:
                 continue
             if (other := untied(attribute, name, tensors)) is not None:
                 raise TreeError(
@@ -92,7 +92,7 @@ def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors
                     f"to {other}, which keeps its own. Give it to both, or write it in place: "
                     f"self.{attribute}.copy_(new)"
                 )
-            (params if name in params else buffers)[name] = new  # type: ignore[assignment]
+            (params if name in params else buffers)[name] = new
         return result
 
     def untied(attribute: str, name: str, tensors: Tensors) -> str | None:

@@ -161,9 +161,8 @@ def _mkldnn_precision() -> tuple[str, str]:
 
 
 def _switches(*names: str) -> dict[str, Callable[[], Any]]:
-    return {
-        n.removeprefix("_get_"): getattr(_C, n, bool) for n in names
-    }  # some are of torch 2.13 and 2.14
+    # bool, which gives False, in place of those of torch 2.13 and 2.14
+    return {n.removeprefix("_get_"): getattr(_C, n, bool) for n in names}
 
 
 SWITCHES: dict[str, dict[str, Callable[[], Any]]] = {

@@ -154,6 +154,26 @@ def test_static_containers_are_as_they_were(make, change):
     assert unflatten(treedef, [1, 2]).window == make()
 
 
+class Sizes(tuple):
+    """A tuple of the user's own kind."""
+
+
+class Settled(dict[str, Any]):
+    """A dict that nobody writes any more; copies are made by its own rule."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise TypeError("settled")
+
+    def __copy__(self) -> Any:
+        return Settled(self)
+
+
+@pytest.mark.parametrize("mine", [Sizes([[1]]), Settled(a=1)])
+def test_static_containers_of_the_users_own_kind_stay_of_that_kind(mine):
+    given = unflatten(flatten(Batch(1, 2, window=mine))[1], [1, 2]).window
+    assert given == mine and type(given) is type(mine)
+
+
 def test_a_struct_takes_exactly_its_children():
     treedef = flatten(Batch(1, 2))[1]
     with pytest.raises(ValueError):

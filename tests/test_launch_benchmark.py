@@ -232,14 +232,24 @@ def test_a_step_is_predicted_with_the_host_as_slow_as_it_is_then(
         assert row["off"] == pytest.approx(us - 1) == row["predicted us"] / 2 - 1
 
 
-def test_the_host_is_as_slow_as_the_mix_beside_its_constants(
+def test_the_host_is_as_slow_as_the_mixes_beside_its_constants(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """All of those by which ops were timed, a burst of each in turn."""
     told = mixes.Yardstick("cpu", HOST, 1)
-    times = [told.told_us * by for by in (1.0, 2.0, 9.0)]
-    monkeypatch.setattr(mixes.clocks, "host_us", lambda made, ids: times)
-    assert told.slower() == 2.0
-    assert told.told_us == 3.0 + 5.0 + 4.0 * (sum(work.kernels or 1 for work in told.mix.works) - 1)
+    works = [work for one in mixes.each_kind("cpu", 1) for work in one.works]
+    assert len(told.made) == 1 + len(mixes.OPS)
+    each = 3.0 * len(told.made) + sum(map(HOST.op, works))
+    assert told.told_us == pytest.approx(each)
+    seen = []
+
+    def host_us(made: Any, ids: Any) -> list[float]:
+        seen.append(made)
+        return [each / len(told.made) * by for by in (1.0, 2.0, 9.0)]
+
+    monkeypatch.setattr(mixes.clocks, "host_us", host_us)
+    assert told.slower() == pytest.approx(2.0)
+    assert seen == told.made
 
 
 def test_step_and_mix_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,25 +152,35 @@ NOTHING = fg.core.Constants(
 )
 
 
+def each_kind(device: str, blocks: int) -> list[Mix]:
+    """A mix of all kinds of ops, and one of each kind with more of that."""
+    base = list(OPS) * blocks
+    more = [[name for one in base for name in ((one, kind) if one != kind else (one,))]
+            for kind in OPS]  # fmt: skip
+    return [mix(names, device) for names in (base, *more)]
+
+
 class Yardstick:
-    """Says how fast the host is just now: a mix of ops in NONE, beside what its constants say.
+    """Says how fast the host is just now: mixes of ops in NONE, beside what its constants say.
 
     Within one run the same calls take up to twice as long as a minute before. One look is a burst
-    of the mix, some 10 ms, so that it can lie beside each round of a step (`turns`). It has no
-    attention, whose call runs more Python and fewer ops of torch's than the others: what slows
-    Python alone may be told as faster than it is.
+    of each of the mixes by which ops were timed, some 50 ms, so that it can lie beside each round
+    of a step (`turns`). They take turns as they did then: a mix that runs again and again finds
+    more of itself in the host's caches, and takes 0.7 to 0.8 times as long. They have no attention,
+    whose call runs more Python and fewer ops of torch's than the others: what slows Python alone
+    may be told as faster than it is.
     """
 
     def __init__(self, device: str, host: fg.core.HostConstants, blocks: int = BLOCKS) -> None:
-        self.device, self.mix = device, mix(list(OPS) * blocks, device)
-        self.told_us = host.eager_step_us + sum(host.op(work) for work in self.mix.works)
-        for _ in range(3):
-            self.mix.none()
+        mixes = each_kind(device, blocks)
+        self.made = [made_of(one.none, device) for one in mixes]
+        works = [work for one in mixes for work in one.works]
+        self.told_us = len(mixes) * host.eager_step_us + sum(map(host.op, works))
+        self.slower()
 
     def slower(self) -> float:
-        """How many times as long it takes: the median of some calls of its own."""
-        made = made_of(self.mix.none, self.device)
-        return median(clocks.host_us(made, None)) / self.told_us
+        """How many times as long they take: of each the median of some calls."""
+        return sum(median(clocks.host_us(made, None)) for made in self.made) / self.told_us
 
 
 class Steps(NamedTuple):
@@ -200,12 +210,7 @@ class Steps(NamedTuple):
 
 def steps(device: str, blocks: int = BLOCKS, bursts: int = BURSTS) -> Steps:
     """Mixes of all kinds, one of each kind with more of that."""
-    kinds = list(OPS)
-    base = kinds * blocks
-    mixes = [mix(base, device)]
-    for kind in kinds:
-        more = [name for one in base for name in ((one, kind) if one != kind else (one,))]
-        mixes.append(mix(more, device))
+    mixes = each_kind(device, blocks)
     kinds_of = [Counter(work.called or work.kind for work in one.works) for one in mixes]
     columns = sorted({kind for one in kinds_of for kind in one})
     counts = np.array([[1, *(one[kind] for kind in columns)] for one in kinds_of], dtype=float)
@@ -218,7 +223,7 @@ def steps(device: str, blocks: int = BLOCKS, bursts: int = BURSTS) -> Steps:
     node_us = max((of_many.host - of_one.host) / more_nodes, 0.0)
     in_graph_us = (of_many.device - of_one.device) / more_nodes
     gap_us = device_us(many.none, device, bursts) / many.kernels - in_graph_us
-    small = mix(["pointwise"] + [kind for kind in base if kind != "product"], device)
+    small = mix(["pointwise"] + [kind for kind in OPS if kind != "product"] * blocks, device)
     mixed = device_us(small.full, device, bursts) - of_one.device
     first, *rest = small.works  # the op that the other step has too
     assert first.kind == "pointwise"

@@ -163,7 +163,9 @@ def several(name: str, args: argparse.Namespace) -> dict[str, Any]:
         found["launches"] += launches(
             *held[:2], plain, sizes, args.context, vocab_size, args.device
         )
-        found["streams"] += few_at_a_time(*held, bench.num_blocks, sizes, new, vocab_size)
+        found["streams"] += few_at_a_time(
+            *held, bench.num_blocks, sizes, new, vocab_size, bench.logits_after
+        )
         del steps, held
         release(args.device)
     show(found["launches"])

@@ -126,6 +126,7 @@ def serve(
     steps: Steps, cache: Any, state: State, policy: Policy,
     inbox: Callable[[State], State] = lambda state: state,
     clock: Callable[[], float] = time.monotonic,
+    pending: Callable[[], bool] | None = None,
 ) -> Iterator[Served]:  # fmt: skip
     """Run until nothing is waiting or running, a step at a time. The cache is used up.
 
@@ -139,6 +140,9 @@ def serve(
     Args:
         inbox: called before each step; its state is gone on with. Submit and cancel there.
         clock: of deadlines, in seconds; read once a step.
+        pending: whether `inbox` would submit or cancel something. Asked while a launch of several
+            tokens runs (`Policy(decode_many=...)`), which ends at its next token where it says so;
+            None: such launches run to their end. Not asked on a CPU, where a launch is a call.
 
     Raises:
         TypeError: arguments of another kind; while it serves: an inbox that gives no state.
@@ -149,13 +153,15 @@ def serve(
         expect = fg.core.text.expect
         expect(Callable, "a function of a state, which gives the next", TypeError, inbox=inbox)
         expect(Callable, "a function, time.monotonic", TypeError, clock=clock)
-    return _serve(steps, cache, state, policy, inbox, clock)
+        if pending is not None:
+            expect(Callable, "a function that gives True or False", TypeError, pending=pending)
+    return _serve(steps, cache, state, policy, inbox, clock, pending)
 
 
 @torch.no_grad()
 def _serve(
     steps: Steps, cache: Any, state: State, policy: Policy, inbox: Callable[[State], State],
-    clock: Callable[[], float],
+    clock: Callable[[], float], pending: Callable[[], bool] | None,
 ) -> Iterator[Served]:  # fmt: skip
     if not steps.ranks.leads:
         return follow(steps, cache)
@@ -167,6 +173,8 @@ def _serve(
             if batch is None:
                 return
             drawn, cache = steps.run(cache, batch)
+            if pending is not None and steps.halt is not None and state.turns > 1:
+                steps.halt.wait(drawn, pending)
             if steps.ranks.agrees and steps.ranks.ahead:  # while the device runs
                 own = own_spec(state.rows, policy, state.faults) if state.rows else None
                 ahead = agree_ahead(steps.ranks, promise(own, goes_on(state, policy)))

@@ -28,6 +28,7 @@ from fngraph.models.serving.ability import (
     count_blocks,
 )
 from fngraph.models.serving.batches import MANY, SHAPED, batch_type, empty_batch, limits_of
+from fngraph.models.serving.halting import Halt
 from fngraph.models.serving.logits import Drawn, changed, drawn
 from fngraph.models.serving.policy import Policy, whole
 from fngraph.models.serving.ranks.circles import ONE, Ranks
@@ -61,6 +62,7 @@ class Steps(NamedTuple):
         load_slot: slot, adapter, state -> writes what `load_adapter` or `lora.one_slot` made into
             the slot, between two steps; ValueError if a request uses it. Nothing is captured.
         ranks: the processes that run these steps together.
+        halt: what ends a launch of several tokens while it runs; None: there are none.
     """
 
     host_batch: Callable[[fg.BatchSpec], Any]
@@ -70,6 +72,7 @@ class Steps(NamedTuple):
     can: Ability | None = None
     load_slot: Callable[[int, Any, State], None] = no_slots
     ranks: Ranks = ONE
+    halt: Halt | None = None
 
     def __repr__(self) -> str:
         keys = f"{sum(map(len, self.captured))} keys of {len(self.captured)} functions"
@@ -141,6 +144,7 @@ def make_steps(
     blocks = count_blocks(cache, policy)
     can = ability(params, policy, more, adapters, blocks, vocab_size, max_len)
     captured: dict[Case, Any] = {}
+    halt = Halt(fg.core.trees.flatten(cache)[0][0].device) if policy.decode_many > 1 else None
     all_names, hidden = cases(policy, adapters, more), tuple[str, ...]()
     like_E = like_hidden(params) if stage.total > 1 else None
     if like_E is not None and not stage.first:
@@ -158,7 +162,7 @@ def make_steps(
         fast = fg.graphify(step, donate="cache", stage="batch", **{**options, **own})
         if captured:
             options["recorder"] = captured[PLAIN].recorder
-        bound = fast.bind(params, adapters) if case.adapted else fast.bind(params)
+        bound = fast.bind(*case.held(params, adapters, halt))
         label = f"capturing {case.text}" if progress else False
         width = len(like_E) if like_E is not None and hidden else None
         limits = limits_of(case.policy(policy), can.vocab_size if case.shaped else None, width)
@@ -177,6 +181,7 @@ def make_steps(
         functions,
         can,
         _loader(captured),
+        halt=halt,
     )
 
 
@@ -226,6 +231,7 @@ def bare_steps(
 ) -> Steps:  # fmt: skip
     """Steps without fngraph: `forward` itself, eager, which all modes are held to."""
     check_made(forward, params, None, policy)
+    halt = Halt(device) if policy.decode_many > 1 else None
     all_names = cases(policy, adapters, more)
 
     def host_batch(spec: fg.BatchSpec) -> Any:
@@ -236,15 +242,14 @@ def bare_steps(
     def run(cache: Any, batch: Any, allowed: Any = None) -> tuple[Any, Any]:
         leaves = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in vars(batch).items()}
         case = case_of(batch.spec)
-        held = (params, adapters) if case.adapted else (params,)
         step = case.forward(forward, policy, *all_names[case])
-        return step(*held, cache, type(batch)(**leaves))
+        return step(*case.held(params, adapters, halt), cache, type(batch)(**leaves))
 
     def dispatch(spec: fg.BatchSpec) -> fg.core.Dispatch:
         return fg.core.Dispatch(fg.Mode.NONE, spec.descriptor(), "bare forward")
 
     can = ability(params, policy, more, adapters, None, vocab_size, max_len)
-    return Steps(host_batch, run, dispatch, can=can)
+    return Steps(host_batch, run, dispatch, can=can, halt=halt)
 
 
 class Case(NamedTuple):
@@ -279,6 +284,11 @@ class Case(NamedTuple):
             sizes = policy.decode_many, policy.block_size
             return many_forward(forward, *sizes, *names, drafts=drafts, ngram=policy.ngram)
         return served_forward(forward, *names, max_logprobs=policy.max_logprobs, draws=draws)
+
+    def held(self, params: Any, adapters: Any, halt: Halt | None) -> tuple[Any, ...]:
+        """What its function takes before the cache."""
+        flag = (halt.leaf,) if self.many and halt is not None else ()
+        return (params, adapters, *flag) if self.adapted else (params, *flag)
 
     def policy(self, whole: Policy) -> Policy:
         """The policy of its batches: only those with drafts draw more than one token a request."""

@@ -6,7 +6,8 @@ it, none at all, or its last one is done: it writes nowhere from then on (slot -
 when all are. So the tokens are those of as many single steps, whatever `turns` is.
 
 A batch has one token a request, so its fields have R where others have T; beside them come how many
-tokens each may draw, and the tokens that stop it.
+tokens each may draw, and the tokens that stop it. The host may end a launch at the token that it is at
+by a flag, which each turn reads (`fngraph.models.serving.halting`).
 
 Where drafts are verified, a turn is a verify step: the drafts are what followed a text's last few
 tokens where they first occurred, looked up in a leaf that holds the texts so far, and each turn
@@ -38,6 +39,8 @@ def many_forward(
 ) -> Forward:
     """`forward` and the draw, again and again: what is captured. Gives ids (R, turns), and cache.
 
+    It takes a flag (1,) behind the weights: the turn that finds it raised is the last.
+
     Args:
         turns: the most tokens of a request.
         more: as for `served_forward`, "many" among them, and "lookup" where there are drafts.
@@ -49,11 +52,13 @@ def many_forward(
     else:
         decode = decoding(turns, block_size, *more)
 
-    def step(params: Any, cache: Any, batch: Any) -> tuple[Tensor, Any]:
-        return decode((params,), forward, cache, batch)
+    def step(params: Any, halt: Tensor, cache: Any, batch: Any) -> tuple[Tensor, Any]:
+        return decode((params,), halt, forward, cache, batch)
 
-    def adapted(params: Any, adapters: Any, cache: Any, batch: Any) -> tuple[Tensor, Any]:
-        return decode((params, adapters), lora.adapted(forward), cache, batch)
+    def adapted(
+        params: Any, adapters: Any, halt: Tensor, cache: Any, batch: Any
+    ) -> tuple[Tensor, Any]:
+        return decode((params, adapters), halt, lora.adapted(forward), cache, batch)
 
     chosen = adapted if "adapters" in more else step
     chosen.__annotations__["batch"] = batch_type(*more)
@@ -65,7 +70,9 @@ def decoding(turns: int, block_size: int, *more: str) -> Forward:
     greedy = "sampling" not in more
     inner = batch_type(*(name for name in more if name not in OUTER))
 
-    def decode(held: tuple[Any, ...], forward: Any, cache: Any, batch: Any) -> tuple[Tensor, Any]:
+    def decode(
+        held: tuple[Any, ...], halt: Tensor, forward: Any, cache: Any, batch: Any
+    ) -> tuple[Tensor, Any]:
         left_R, table_RB = batch.left.long(), batch.block_tables
         last_R = left_R - 1
         turn_K1 = torch.arange(turns, device=left_R.device)[:, None]
@@ -101,7 +108,7 @@ def decoding(turns: int, block_size: int, *more: str) -> Forward:
             ids_R = sample(logits_R1V, batch, places_R[:, None], greedy=greedy)[:, 0]
             drawn_R = torch.where(done_R, undrawn, ids_R)
             ends_R = (ids_R[:, None] == batch.stop_ids).any(-1)  # FAILED is among them
-            done_R = done_R | ends_R | (at >= last_R)
+            done_R = done_R | ends_R | (at >= last_R) | halt
             return {
                 "cache": cache,
                 "turn": at + 1,
@@ -128,7 +135,9 @@ def verifying(turns: int, block_size: int, *more: str, drafts: int, ngram: int) 
     greedy = "sampling" not in more
     inner = batch_type(*(name for name in more if name not in OUTER))
 
-    def decode(held: tuple[Any, ...], forward: Any, cache: Any, batch: Any) -> tuple[Tensor, Any]:
+    def decode(
+        held: tuple[Any, ...], halt: Tensor, forward: Any, cache: Any, batch: Any
+    ) -> tuple[Tensor, Any]:
         table_RB, left_R = batch.block_tables, batch.left.long()
         ahead_Q = torch.arange(1 + drafts, device=left_R.device)
         same = {name: x for name, x in vars(batch).items() if name in COPIED}
@@ -166,7 +175,7 @@ def verifying(turns: int, block_size: int, *more: str, drafts: int, ngram: int) 
                 "text": written(text_RL, ids_RQ.int(), length_R, new_R),
                 "length": length_R + new_R,
                 "left": left_R - new_R,
-                "done": done_R | (until_R <= new_R) | (left_R <= new_R),
+                "done": done_R | (until_R <= new_R) | (left_R <= new_R) | halt,
                 "ids": written(carry["ids"], ids_RQ, carry["count"], new_R),
                 "count": carry["count"] + new_R,
             }

@@ -280,6 +280,112 @@ def test_adapters_go_along(model: Model, mode: str):
     assert texts[0] == texts[1] and len(set(texts[0].values())) == 3
 
 
+# --- a launch that the host ends ------------------------------------------------------------------
+
+
+def raised(model: Model, mode: str, **options: Any) -> tuple[Steps, Any, Any, State]:
+    """Steps of many tokens, their cache, and a planned launch of two requests."""
+    steps, cache = model.steps(mode, POLICY, **options)
+    state = submit(submit(fresh(), POLICY, (1, 2, 3), 30), POLICY, (7, 8), 4)
+    ran = next(iter(serve(steps, cache, state, POLICY)))
+    state, batch = schedule(ran.state, POLICY, steps)
+    assert state.turns == 6
+    return steps, cache, batch, state
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_halted_launch_has_drawn_fewer_of_the_same_tokens(model: Model, mode: str):
+    """A flag that is raised before: each request draws one. Lowered, all."""
+    steps, cache, batch, state = raised(model, mode)
+    assert steps.halt is not None
+    steps.halt.set()
+    ids, cache = steps.run(cache, batch)
+    one = ids.tolist()
+    assert all(token >= 0 and set(rest) == {UNDRAWN} for token, *rest in one)
+    after, events = advance(state, one)
+    assert [len(event.tokens) for event in events] == [1, 1] and after.live
+    steps.halt.set(False)
+    _, batch = schedule(after, POLICY, steps)
+    ids, cache = steps.run(cache, batch)
+    rest, whole = ids.tolist(), model.serve("bare", fresh_of_two(), SINGLE)[0]
+    assert (one[0][0], *rest[0]) == whole[0][1:8]  # behind the one that the prompt gave
+    assert (one[1][0], *rest[1][:2]) == whole[1][1:4] and rest[1][2] == UNDRAWN
+
+
+def fresh_of_two() -> State:
+    """The requests of `raised`."""
+    return submit(submit(fresh(), SINGLE, (1, 2, 3), 30), SINGLE, (7, 8), 4)
+
+
+@pytest.mark.parametrize("turn", [0, 2, 5])
+def test_the_turn_that_finds_the_flag_raised_is_the_last(model: Model, turn: int):
+    ran = 0
+
+    def forward(params: Any, cache: Any, batch: Any) -> Any:
+        nonlocal ran
+        if batch.token_ids.shape[0] == 1 and int(batch.positions[0]) >= 3:
+            if ran == turn:
+                steps.halt.set()  # type: ignore[union-attr]
+            ran += 1
+        return llama.forward(params, cache, batch)
+
+    cache = llama.init_cache(model.params.config, BLOCKS, block_size=SIZE, device=model.device)
+    steps = bare_steps(forward, model.params, POLICY, device=model.device)
+    state = submit(fresh(), POLICY, (1, 2, 3), 7)
+    served = []
+    for one in serve(steps, cache, state, POLICY):
+        served.append(one)
+        steps.halt.set(False)  # type: ignore[union-attr]
+    want = model.serve("bare", submit(fresh(), SINGLE, (1, 2, 3), 7), SINGLE)[0]
+    assert gather(event for one in served for event in one.events) == want
+    drew = [len(one.events[0].tokens) for one in served]
+    assert drew == [1, 1 + turn, 5 - turn][: 3 - (turn == 5)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_who_comes_does_not_wait_for_the_launch(drafts: int):
+    """Thousands of turns are ended within some of them, and the texts are those of single steps."""
+    model = Model("cuda", "cuda")
+    policy = Policy(
+        32, 4, 700, SIZE, decode_many=2000, query_lens=(1, 1 + drafts)[: 1 + bool(drafts)]
+    )
+    want, _, single = served_while_asked(model, dataclasses.replace(policy, decode_many=1))
+    got, leaf, drew = served_while_asked(model, policy)
+    assert got == want and len(got) == 2
+    assert leaf is not None and not leaf.any()
+    first, launch, *rest = drew
+    assert first == 1 and 1 < launch < 1900 and len(rest) >= 2
+    assert set(single) <= set(range(1, 2 + drafts))
+
+
+def served_while_asked(model: Model, policy: Policy) -> tuple[Any, Any, list[int]]:
+    """Texts of a request and of one that comes soon after; the flag; what the first drew a step."""
+    cache = llama.init_cache(model.params.config, 1400, block_size=SIZE, device="cuda")
+    steps = make_steps(
+        llama.forward, model.params, cache, policy, modes="FULL_AND_PIECEWISE", sizes=(4, 32),
+        progress=False, max_len=2800,
+    )  # fmt: skip
+    asked = 0
+
+    def inbox(state: State) -> State:
+        nonlocal asked
+        asked += policy.decode_many == 1
+        comes = asked >= 20 and state.submitted == 1
+        return submit(state, policy, (9, 8, 7), 100) if comes else state
+
+    def pending() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked == 20  # once, some milliseconds into the launch
+
+    state = submit(start(1400, policy), policy, (1, 2, 3), 2000)
+    ran = list(serve(steps, cache, state, policy, inbox, pending=pending))
+    texts = gather(event for step in ran for event in step.events)
+    drew = [len(event.tokens) for step in ran for event in step.events if event.id == 0]
+    return texts, steps.halt and steps.halt.leaf, drew
+
+
 # --- when it is one token -------------------------------------------------------------------------
 
 

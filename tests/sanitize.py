@@ -1,4 +1,5 @@
-"""A short mixed run for compute-sanitizer: every mode, every kind of batch, keys that come and go.
+"""A short mixed run for compute-sanitizer: every mode, every kind of batch, keys that come and go,
+and loops on the device.
 
     compute-sanitizer --tool memcheck  python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py
@@ -43,8 +44,51 @@ def serve(step: Any, params: Any, cache: Any) -> None:
             check(step, params, cache, like, kind)
 
 
+def turns(params: Any, cache: Any, batch: toys.Batch) -> Any:
+    """`toys.attend` two or three times, as `batch` says, then a scan over numbers:
+    WHILE nodes and an IF in one of them."""
+    odd = batch.seq_lens[0] % 2 == 1
+
+    def turn(carry: Any) -> Any:
+        at, total, cache = carry
+        rows, cache = toys.attend(params, cache, batch)
+        more = fg.cond(odd, lambda x: x * 0.5, lambda x: x + 1.0, rows)
+        return at + 1, total + more, cache
+
+    rows, cache = toys.attend(params, cache, batch)
+    zero = torch.zeros_like(batch.seq_lens[0])
+    carry = zero, torch.zeros_like(rows), cache
+    _, total, cache = fg.while_loop(lambda c: c[0] < 2 + odd, turn, carry)
+    steps = torch.linspace(0.1, 0.4, 4, device=total.device)
+    total, means = fg.scan(lambda c, x: (c + x * rows, c.mean(-1)), total, steps)
+    return total + means.sum(0)[:, None], cache
+
+
+def loops() -> None:
+    """Graphs with conditional nodes: served, released, captured again, slept and woken."""
+    params = toys.attention_params(layers=1, device=DEVICE)
+    cache = toys.attention_cache(layers=1, device=DEVICE)
+    fast = fg.graphify(turns, modes="FULL", donate="cache", stage="batch", sizes=SIZES)
+    step = fast.bind(params).capture(cache, LIMITS, progress=False)
+
+    def served() -> None:
+        for like in LIKES[:4]:
+            want, after = toys.bare(turns, params, cache, toys.on(like, DEVICE))
+            got, _ = step(cache, like)
+            toys.assert_trees((got, cache), (want, after), **CLOSE)
+
+    served()
+    step.recapture()
+    served()
+    step.sleep()
+    step.wake()
+    served()
+    assert step.stats.share("FULL") == 1
+
+
 def main() -> None:
     """Raises where a result is wrong."""
+    loops()
     for modes, outputs in (("FULL_AND_PIECEWISE", "own"), ("FULL", "borrow")):
         params = toys.attention_params(layers=1, device=DEVICE)
         cache = toys.attention_cache(layers=1, device=DEVICE)

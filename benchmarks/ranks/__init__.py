@@ -168,7 +168,7 @@ def missed(found: dict[str, list[Row]], flags: argparse.Namespace) -> list[str]:
         "--context": count(512, "tokens of each request", multiple_of=16),
         "--ways": some_of((*OURS, *HANDS)),
         "--parts": some_of(PARTS),
-        "--requests": count(200, "of the stream", least=8),
+        "--requests": count(800, "of the stream", least=8),
         "--repeats": count(50),
     },
     quick={"models": ["tiny"], "batch": [1, 3], "context": 32, "repeats": 3, "requests": 8,

@@ -6,8 +6,8 @@ it, none at all, or its last one is done: it writes nowhere from then on (slot -
 when all are. So the tokens are those of as many single steps, whatever `turns` is.
 
 A batch has one token a request, so its fields have R where others have T; beside them come how many
-tokens each may draw, and the tokens that stop it. The host may end a launch at the token that it is at
-by a flag, which each turn reads (`fngraph.models.serving.halting`).
+tokens each may draw, and the tokens that stop it. The host may end a launch at the token that it is
+at by a flag, which each turn reads (`fngraph.models.serving.halting`).
 
 Where drafts are verified, a turn is a verify step: the drafts are what followed a text's last few
 tokens where they first occurred, looked up in a leaf that holds the texts so far, and each turn

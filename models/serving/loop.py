@@ -140,9 +140,10 @@ def serve(
     Args:
         inbox: called before each step; its state is gone on with. Submit and cancel there.
         clock: of deadlines, in seconds; read once a step.
-        pending: whether `inbox` would submit or cancel something. Asked while a launch of several
-            tokens runs (`Policy(decode_many=...)`), which ends at its next token where it says so;
-            None: such launches run to their end. Not asked on a CPU, where a launch is a call.
+        pending: whether `inbox` would submit or cancel something. Asked without a pause while a
+            launch of several tokens runs (`Policy(decode_many=...)`), which ends at its next token
+            where it says so; None: such launches run to their end. Not asked on a CPU, where a
+            launch is a call.
 
     Raises:
         TypeError: arguments of another kind; while it serves: an inbox that gives no state.

@@ -7,6 +7,7 @@ every mode the device itself says how many turns there were.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -366,18 +367,18 @@ def served_while_asked(model: Model, policy: Policy) -> tuple[Any, Any, list[int
         llama.forward, model.params, cache, policy, modes="FULL_AND_PIECEWISE", sizes=(4, 32),
         progress=False, max_len=2800,
     )  # fmt: skip
-    asked = 0
+    began, steps_before = 0.0, 0
 
     def inbox(state: State) -> State:
-        nonlocal asked
-        asked += policy.decode_many == 1
-        comes = asked >= 20 and state.submitted == 1
-        return submit(state, policy, (9, 8, 7), 100) if comes else state
+        nonlocal steps_before
+        steps_before += 1
+        comes = began > 0 if policy.decode_many > 1 else steps_before > 20
+        return submit(state, policy, (9, 8, 7), 100) if comes and state.submitted == 1 else state
 
-    def pending() -> bool:
-        nonlocal asked
-        asked += 1
-        return asked == 20  # once, some milliseconds into the launch
+    def pending() -> bool:  # until the other is there: some turns into the first launch
+        nonlocal began
+        began = began or time.monotonic()
+        return steps_before == 2 and time.monotonic() - began > 0.02
 
     state = submit(start(1400, policy), policy, (1, 2, 3), 2000)
     ran = list(serve(steps, cache, state, policy, inbox, pending=pending))

@@ -4,7 +4,6 @@ where it was done, or to the first that is not the draft in its place.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ def drawn_of(tokens: Sequence[int]) -> tuple[int, ...]:
     >>> drawn_of((5, 6, -2, -2))
     (5, 6)
     """
-    return tuple(itertools.takewhile(lambda token: token != UNDRAWN, tokens))
+    return tuple(tokens[: tokens.index(UNDRAWN)] if UNDRAWN in tokens else tokens)
 
 
 def accept(drafts: Sequence[int], drawn: Sequence[int]) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ of other ops at several sizes, mixes of ops, layers of attention (--constants FI
 of one request. `off` is what the prediction is off by, of what was measured; 15% are allowed.
 
 A host that others share may be half as fast from one moment to the next. So each step is timed in
-short rounds, in turns with a mix of ops that is none of a model's: `host slower` is how many times
-as long that took, on both sides of the round, as the constants say, and the step is predicted with
+short rounds, in turns with mixes of ops that are none of a model's: `host slower` is how many times
+as long those took, on both sides of the round, as the constants say, and the step is predicted with
 a host that is as slow. A row is the round in the middle, by what it is off by; `off, rounds` in
 --json has all of them.
 

@@ -176,7 +176,7 @@ class Yardstick:
         self.made = [made_of(one.none, device) for one in mixes]
         works = [work for one in mixes for work in one.works]
         self.told_us = len(mixes) * host.eager_step_us + sum(map(host.op, works))
-        self.slower()
+        self.slower()  # the first call of each is not like the others
 
     def slower(self) -> float:
         """How many times as long they take: of each the median of some calls."""

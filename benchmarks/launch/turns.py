@@ -1,6 +1,6 @@
-"""A step's clocks, and the yardstick's mix beside each of their rounds.
+"""A step's clocks, and the yardstick's mixes beside each of their rounds.
 
-    mix  wall, host  mix  wall, host  mix  ...        each round lies between two looks at the host
+    mixes  wall, host  mixes  wall, host  ...        each round lies between two looks at the host
 
 Another process may begin or end at any moment, and the host is twice as fast or half as fast from
 then on. So rounds are short, and each has its own slowness: the mean of the looks on its two sides.

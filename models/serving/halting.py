@@ -35,12 +35,13 @@ class Halt:
         return f"Halt({self.leaf.device})"
 
     def set(self, halted: bool = True) -> None:
-        """Raise the flag, or lower it. What is launched later waits until it is lowered."""
+        """Raise the flag: a launch draws one token from then on. Or lower it, before what the
+        current stream is given next."""
         if self._stream is None:
             self.leaf.fill_(halted)
             return
         with torch.cuda.stream(self._stream):
-            self.leaf.copy_(self._values[int(halted) :][:1], non_blocking=True)
+            self.leaf.copy_(self._values.narrow(0, int(halted), 1), non_blocking=True)
         if not halted:
             torch.cuda.current_stream(self.leaf.device).wait_stream(self._stream)
 

@@ -284,9 +284,9 @@ def test_adapters_go_along(model: Model, mode: str):
 # --- a launch that the host ends ------------------------------------------------------------------
 
 
-def raised(model: Model, mode: str, **options: Any) -> tuple[Steps, Any, Any, State]:
+def raised(model: Model, mode: str) -> tuple[Steps, Any, Any, State]:
     """Steps of many tokens, their cache, and a planned launch of two requests."""
-    steps, cache = model.steps(mode, POLICY, **options)
+    steps, cache = model.steps(mode, POLICY)
     state = submit(submit(fresh(), POLICY, (1, 2, 3), 30), POLICY, (7, 8), 4)
     ran = next(iter(serve(steps, cache, state, POLICY)))
     state, batch = schedule(ran.state, POLICY, steps)
@@ -326,17 +326,19 @@ def test_the_turn_that_finds_the_flag_raised_is_the_last(model: Model, turn: int
         nonlocal ran
         if batch.token_ids.shape[0] == 1 and int(batch.positions[0]) >= 3:
             if ran == turn:
-                steps.halt.set()  # type: ignore[union-attr]
+                halt.set()
             ran += 1
         return llama.forward(params, cache, batch)
 
     cache = llama.init_cache(model.params.config, BLOCKS, block_size=SIZE, device=model.device)
     steps = bare_steps(forward, model.params, POLICY, device=model.device)
+    halt = steps.halt
+    assert halt is not None
     state = submit(fresh(), POLICY, (1, 2, 3), 7)
     served = []
     for one in serve(steps, cache, state, POLICY):
         served.append(one)
-        steps.halt.set(False)  # type: ignore[union-attr]
+        halt.set(False)
     want = model.serve("bare", submit(fresh(), SINGLE, (1, 2, 3), 7), SINGLE)[0]
     assert gather(event for one in served for event in one.events) == want
     drew = [len(one.events[0].tokens) for one in served]

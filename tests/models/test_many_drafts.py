@@ -277,12 +277,12 @@ def test_turn_by_turn(rows: list[Any], drafts: int, ngram: int):
         spec=fg.BatchSpec(count * (1 + drafts), count, query_len=1 + drafts),
     )
     forward = turns.many_forward(scripted, most, SIZE, "many", "lookup", drafts=drafts, ngram=ngram)
-    halted, ids = (forward(None, torch.tensor([up]), cache, batch)[0] for up in (True, False))
+    halted, _ = forward(None, torch.tensor([True]), cache, batch)
+    ids, after = forward(None, torch.tensor([False]), cache, batch)
     for some, whole in zip(halted.tolist(), ids.tolist()):  # one turn's, of which the host ends it
         turn = drawn_of(some)
         assert min(1, len(drawn_of(whole))) <= len(turn) <= 1 + drafts
         assert turn == tuple(whole[: len(turn)]) and set(some[len(turn) :]) <= {UNDRAWN}
-    _, after = forward(None, torch.tensor([False]), cache, batch)
     written = {i for i, (old, new) in enumerate(zip(cache.tolist(), after.tolist())) if old != new}
     for row, (text, left, stop), got in zip(tables.tolist(), rows, ids.tolist()):
         want = list(text)

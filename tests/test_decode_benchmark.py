@@ -315,7 +315,7 @@ def test_sizes_are_those_of_the_models(model: str, GB: float):
 def row(way: str, ms: float, share: float = 0.5, **more: Any) -> dict[str, Any]:
     """Figures of a way."""
     found = {"model": "1B", "batch": 1, "context": 512, "way": way, "wall ms": ms}
-    return found | {"device ms": ms, "share": share} | more
+    return found | {"device ms": ms, "share": share, "error": 0.01} | more
 
 
 GOOD = [row("FULL-fused", 0.7), row("NONE-none", 4.0), row("gpt-fast", 0.8), row("eager", 4.5)]
@@ -336,6 +336,25 @@ JUDGED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         ["goal 3: 1B, batch 8, context 512: FULL-none is 1.04 times as fast as jax, and at 70%",
          "the weakest point: 1B, batch 8"],
     ),
+    "goal 4": (
+        [row("FULL-fused", 0.7, idle=0.03), row("NONE-none", 4, idle=0.8)],
+        ["goal 4: 1B, batch 1, context 512: 3.0% of a FULL step without a kernel, 2% at most"],
+    ),
+    "the best FULL step has none": (
+        [row("FULL-fused", 0.7, idle=0.03), row("FULL-none", 0.7, idle=0.0)], []
+    ),
+    "goal 5": (
+        [row("FULL-fused", 0.7), row("PIECEWISE-fused", 0.9)],
+        ["goal 5: 1B, batch 1, context 512: PIECEWISE takes 1.29 times as long as FULL, 1.25 at"],
+    ),
+    "goal 5 is of one request": (
+        [row("FULL-fused", 0.7, batch=2), row("PIECEWISE-fused", 0.9, batch=2)], []
+    ),
+    "goal 7": (
+        [row("FULL-fused", 0.7, error=0.013), row("eager", 4.5, error=0.010)],
+        ["goal 7: 1B, batch 1, context 512: FULL-fused is off by 0.0130, the step by hand by",
+         "the weakest point: 1B"],
+    ),
     "close to the bound": ([*GOOD, row("FULL-none", 5, 0.93, batch=8), LARGE[1]], []),
     "ours failed": (
         [*GOOD, {"model": "1B", "batch": 1, "context": 512, "way": "FULL-none", "failed": "X: y"}],
@@ -348,6 +367,15 @@ JUDGED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [{"model": "1B", "batch": 1, "context": 512, "way": "FULL-none", "failed": LATE}], []
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "spans, share",
+    [([(3, 5)], 0), ([(0, 4), (2, 5)], 0), ([(6, 10), (0, 4)], 0.2), ([(2, 2)], 0),
+     ([(0, 8), (1, 2), (9, 10)], 0.1)],
+)  # fmt: skip
+def test_how_long_a_device_has_nothing(spans: list[tuple[float, float]], share: float):
+    assert clocks.idle(spans) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("case", JUDGED)

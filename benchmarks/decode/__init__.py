@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from benchmarks.decode import clocks, elsewhere, ours, peers, plain
+from benchmarks.decode.asked import short_of
 from benchmarks.decode.bench import Bench, Made, make_bench
-from benchmarks.decode.judging import Left, broken, told
+from benchmarks.decode.judging import Left, told
 from benchmarks.decode.measuring import Point, all_rows, in_turns, start_anew
 from benchmarks.decode.models import MODELS, bytes_read
 from benchmarks.decode.picture import draw
@@ -32,8 +33,6 @@ from benchmarks.workload import BLOCK_SIZE
 
 OURS, PEERS = {**ours.WAYS}, {**peers.WAYS, **elsewhere.WAYS}
 WAYS = OURS | PEERS
-AT_MOST = {"1B": 0.74, "8B": 3.9, "0.6B": 0.42}  # ms on the device, batch 1, context 512
-AHEAD, OF_BOUND = 1.1, 0.92  # of the best peer, or of the copy bandwidth, at every point
 At = Callable[[int], Made]
 
 
@@ -72,42 +71,8 @@ def point(
 
 
 def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
-    """What is asked of the H200: goals 1 and 2, of one request; 3, of every point beside the best
-    peer. And anywhere: a way of ours that failed, and one of others that is wrong."""
-    lines = [
-        f"{row['model']}, batch {row['batch']}, context {row['context']}, {row['way']}: "
-        f"{row['failed']}"
-        for row in rows
-        if broken(row, PEERS)
-    ]
-    if not flags.device.startswith("cuda"):
-        return lines
-    weakest: tuple[float, str] | None = None
-    for at in dict.fromkeys((row["model"], row["batch"], row["context"]) for row in rows):
-        here = [row for row in rows if (row["model"], row["batch"], row["context"]) == at]
-        mine, others = (
-            [row for row in here if row["way"] in ways and "wall ms" in row]
-            for ways in (OURS, PEERS)
-        )
-        if not mine:
-            continue
-        model, where = at[0], f"{at[0]}, batch {at[1]}, context {at[2]}"
-        best = min(mine, key=lambda row: row["wall ms"])
-        least, most = min(row["device ms"] for row in mine), AT_MOST.get(model)
-        if most is not None and at[1:] == (1, 512) and least > most:
-            goal = 1 if model == "1B" else 2
-            lines.append(f"goal {goal}: {where}: {least:.3f} ms, and at most {most} is asked")
-        if others:
-            peer = min(others, key=lambda row: row["wall ms"])
-            ahead = peer["wall ms"] / best["wall ms"]
-            line = (
-                f"{where}: {best['way']} is {ahead:.2f} times as fast as {peer['way']}, and at "
-                f"{best['share']:.0%} of the bound"
-            )
-            weakest = min(filter(None, (weakest, (ahead, line))))
-            if ahead < AHEAD and best["share"] < OF_BOUND:
-                lines.append(f"goal 3: {line}; {AHEAD} or {OF_BOUND:.0%} is asked")
-    return [*lines, *([f"the weakest point: {weakest[1]}"] if weakest and lines else [])]
+    """See asked.py."""
+    return short_of(rows, PEERS, flags.device.startswith("cuda"))
 
 
 @Benchmark(

@@ -14,7 +14,7 @@ Ways take turns, a round each, so that a clock or a neighbour that changes meanw
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -120,7 +120,9 @@ def in_turns(ways: Mapping[str, Made], ids: Any, repeats: int) -> dict[str, dict
 
 
 def kernels(made: Made, ids: Any) -> dict[str, Any]:
-    """The sum of the times of a step's kernels and copies, and how many they are; on a CPU, ops."""
+    """The sum of the times of a step's kernels and copies, and how many they are; `idle`, the share
+    of the time from the first one's start to the last one's end in which there was none. On a CPU,
+    ops."""
     on_cuda = torch.cuda.is_available()
     activity = torch.profiler.ProfilerActivity
     made.step(ids)
@@ -132,11 +134,23 @@ def kernels(made: Made, ids: Any) -> dict[str, Any]:
         made.wait()
     kind = DeviceType.CUDA if on_cuda else DeviceType.CPU
     found = [
-        event for event in profile.events()
+        (event.time_range.start, event.time_range.end) for event in profile.events()
         if event.device_type == kind and not event.is_user_annotation and not event.cpu_children
     ]  # fmt: skip
-    us = sum(event.time_range.elapsed_us() for event in found)
-    return {"kernels us": us, "kernels": len(found)} if found else {}  # none: no leave to look
+    if not found:
+        return {}  # no leave to look
+    us = sum(end - start for start, end in found)
+    return {"kernels us": us, "kernels": len(found), "idle": idle(found)}
+
+
+def idle(spans: Iterable[tuple[float, float]]) -> float:
+    """The share of the time from the first start to the last end that no span covers."""
+    spans = sorted(spans)
+    first, covered, until = spans[0][0], 0.0, spans[0][0]
+    for start, end in spans:
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return 1 - covered / (until - first) if until > first else 0.0
 
 
 def copy_tbs(device: str) -> float:

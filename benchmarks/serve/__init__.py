@@ -173,8 +173,12 @@ def several(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def serving(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """All that is asked for of one model; printed on the way."""
+def serving(name: str, args: argparse.Namespace, done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All that is asked for of one model; printed on the way.
+
+    Args:
+        done: of the models before it.
+    """
     profile = dataclasses.replace(
         TINY if args.quick else PROFILES[args.profile], adapters=args.adapters, adapted=0.5,
         sampled=float(args.sampled),
@@ -205,11 +209,13 @@ def serving(name: str, args: argparse.Namespace) -> dict[str, Any]:
             found["traffic"].append({"modes": mode, **row})
             found["shares"] += [{"modes": mode, **line} for line in shares(tally)]
         _, _, wanted = served(bench.bare(), *held, arrivals)  # last, or its kernels were ready
+        before = stream(profile, args.requests, vocab_size=vocab_size, seed=args.seed + 1)
         for level in args.beside:
+            write(args, [*done, found], unfinished=True)
             way = f"generate_batch, level {level}"
             print(f"{name} {way}: serving {len(arrivals)} requests", flush=True)
             room = bench.num_blocks * bench.policy.block_size
-            row, texts[way] = by_transformers(bench.params, arrivals, room, level)
+            row, texts[way] = by_transformers(bench.params, arrivals, before, room, level)
             found["traffic"].append({"modes": way, **row})
             release(args.device)
         for row in found["traffic"]:
@@ -310,6 +316,6 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Each model, kept as it is done."""
     found = []
     for name in args.models:
-        found.append(several(name, args) if args.many else serving(name, args))
+        found.append(several(name, args) if args.many else serving(name, args, found))
         write(args, found, unfinished=True)
     return found

@@ -7,6 +7,7 @@ from fngraph.ops import (
     fused_linear_fp8 as fused_linear_fp8,
     grouped as grouped,
     paired_linears as paired_linears,
+    row_max as row_max,
     shipped as shipped,
 )
 from fngraph.ops.backend import Backend as Backend, Plan as Plan

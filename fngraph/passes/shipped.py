@@ -3,13 +3,14 @@
 | level | passes, if nothing is said |
 |---|---|
 | "none" | none: what runs is what was traced, bit for bit |
-| "pieces", "once" | no_ops, constants, of rope, attention, fp8, linears, experts, side_by_side |
+| "pieces", "once" | no_ops, constants, of rope, attention, fp8, linears, experts, rows, products |
 | "stock" | the same without experts and linears, paired or not, and without those in fp8 |
 
 Inductor makes the fusions of norms, ropes and gates itself, with what is around them; an op of
 their own would stop it there. So those are for level "none", where one asks for them, since they
-round otherwise on a GPU. One product in place of three is nothing that Inductor does; and rounding
-to fp8 is an op that it cannot look into, so a norm or a gate with it is one kernel less.
+round otherwise on a GPU. One product in place of three is nothing that Inductor does; rounding to
+fp8 is an op that it cannot look into, so a norm or a gate with it is one kernel less; and the
+highest of a row it looks for in one program, as torch does.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from fngraph.passes.paired_linears import pair_linears
 from fngraph.passes.ranks.norms import fuse_all_reduce_rms_norm
 from fngraph.passes.ranks.sequence import gather_and_matmul, matmul_and_scatter, share_out_rows
 from fngraph.passes.rope import fuse_norm_rope, fuse_rope
+from fngraph.passes.row_max import fuse_row_max
 from fngraph.passes.running.frame import Pass
 from fngraph.passes.side_by_side import merge_side_by_side
 from fngraph.passes.silu_mul import fuse_silu_mul
@@ -65,6 +67,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("add_rms_norm", fuse_add_rms_norm, "1", "a sum and its RMSNorm"),
     Pass("rms_norm", fuse_rms_norm, "1", "RMSNorm"),
     Pass("silu_mul", fuse_silu_mul, "1", "silu(gate) * up"),
+    Pass("row_max", fuse_row_max, "1", "the highest of each row, which programs share"),
     Pass(
         "side_by_side",
         merge_side_by_side,
@@ -76,7 +79,7 @@ PASSES: tuple[Pass, ...] = (
 _COMPILED = (
     "no_ops", "fold_constants", "norm_rope", "rope", "rope_in_attention", "attention_fp8",
     "linears_fp8", "add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "linears",
-    "paired_linears", "experts", "side_by_side", "held_fp8",
+    "paired_linears", "experts", "row_max", "side_by_side", "held_fp8",
 )  # fmt: skip
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "none": (),

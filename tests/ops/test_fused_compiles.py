@@ -17,7 +17,7 @@ from fngraph.ops.triton import launching
 
 def kernels(dtype: torch.dtype) -> list[str]:
     """What each case launches, compiled; their names."""
-    from fngraph.ops.triton import fused, skinny, wide
+    from fngraph.ops.triton import fused, highest, skinny, wide
 
     names = []
 
@@ -38,6 +38,8 @@ def kernels(dtype: torch.dtype) -> list[str]:
     many = torch.zeros(4096, 3, 16, 72, dtype=dtype).unbind(1)[0]
     for kind, width in ((dtype, 36), (torch.float32, 72)):
         fused.rope(many, *torch.zeros(2, 4096, 1, width, dtype=kind))
+    highest.launch = launch  # type: ignore[attr-defined]
+    highest.row_max(torch.zeros(3, 128256, dtype=dtype), False)
     skinny.launch = launch  # type: ignore[attr-defined]
     w = torch.zeros(256, 2048, dtype=dtype)
     for rows, norm, gated, more in product((1, 16), (w[0], None), (False, True), (None, w)):
@@ -62,7 +64,7 @@ def test_every_kernel_compiles_and_fits(tmp_path):
     norms, gates, ropes = ["norm_kernel"] * 5, ["silu_mul_kernel"] * 3, ["rope_kernel"] * 6
     rounded = [*norms * 2, *gates * 2, *norms[:2], *gates[:2]]
     wide = [*norms[:2], "silu_mul_kernel", *["rope_pairs_kernel"] * 2]
-    want = [*norms, *gates, *ropes, *rounded, *wide]
+    want = [*norms, *gates, *ropes, *rounded, *wide, "part_kernel", "best_kernel"]
     lines = run_alone(__file__, tmp_path).splitlines()
     assert len(lines) == 3
     for line in lines:

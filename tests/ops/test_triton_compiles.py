@@ -22,7 +22,8 @@ from fngraph.ops.triton import launching as triton_launch
 ROOT = Path(__file__).parents[2]
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
-    torch.int32: "*i32", torch.int64: "*i64", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 SHARED = 227 * 1024  # bytes that a program may have
 needs_triton = pytest.mark.skipif(

@@ -22,7 +22,8 @@ FILES: dict[str, tuple[Any, ...]] = {
     "a few of each": (40, "-k", SAMPLE, "test_triton_attention.py", "test_triton_latent.py",
                       "test_triton_recurrent.py", "test_triton_fused.py", "test_triton_fp8.py",
                       "test_triton_skinny.py", "test_triton_skinny_fp8.py",
-                      "test_triton_wide.py", "test_triton_grouped.py", "test_triton_reducing.py"),
+                      "test_triton_wide.py", "test_triton_grouped.py", "test_triton_reducing.py",
+                      "test_triton_row_max.py"),
     "over processes": (7, "test_triton_reducing.py"),
     "attention": (85, "test_triton_first_use.py", "test_triton_attention.py",
                   "test_triton_levels.py", "test_triton_splits.py",
@@ -30,10 +31,10 @@ FILES: dict[str, tuple[Any, ...]] = {
     "latent": (50, "test_triton_latent.py", "test_triton_latent_levels.py"),
     "recurrent": (98, "test_triton_recurrent.py", "test_triton_recurrent_levels.py",
                   "test_empty.py"),
-    "fused, of few rows, and staging": (346, "test_triton_fused.py", "test_triton_fp8.py",
+    "fused, of few rows, and staging": (370, "test_triton_fused.py", "test_triton_fp8.py",
                                         "test_triton_skinny.py", "test_triton_skinny_fp8.py",
                                         "test_triton_varlen.py", "test_triton_wide.py",
-                                        "test_triton_grouped.py",
+                                        "test_triton_grouped.py", "test_triton_row_max.py",
                                         "../graphs/test_staging.py"),
 }  # fmt: skip  # how many tests there are at least, and pytest's arguments
 

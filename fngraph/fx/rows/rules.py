@@ -84,7 +84,7 @@ _OVER_FEATURES = frozenset(
     matmul_reduce_scatter_rms_norm gather_rows all_gather_matmul rms_norm_fp8 rms_norm_fp8_rows
     add_rms_norm_fp8 add_rms_norm_fp8_rows silu_mul_fp8_rows quantize_fp8_rows rope norm_rope
     linear_side_by_side scaled_linear scaled_linear_side_by_side fused_linear
-    paired_linears fused_linear_fp8""".split()
+    paired_linears fused_linear_fp8 row_max""".split()
 )
 """Ops of ours that compute over the last dim of each operand."""
 _MOVES = {shapes.in_order, shapes.permute, shapes.reshape, shapes.cut, shapes.parts, shapes.join,

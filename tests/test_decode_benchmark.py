@@ -315,7 +315,7 @@ def test_sizes_are_those_of_the_models(model: str, GB: float):
 def row(way: str, ms: float, share: float = 0.5, **more: Any) -> dict[str, Any]:
     """Figures of a way."""
     found = {"model": "1B", "batch": 1, "context": 512, "way": way, "wall ms": ms}
-    return found | {"device ms": ms, "share": share, "error": 0.01} | more
+    return found | {"device ms": ms, "share": share, "error": 0.01, "idle": 0.0} | more
 
 
 GOOD = [row("FULL-fused", 0.7), row("NONE-none", 4.0), row("gpt-fast", 0.8), row("eager", 4.5)]
@@ -338,10 +338,23 @@ JUDGED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     ),
     "goal 4": (
         [row("FULL-fused", 0.7, idle=0.03), row("NONE-none", 4, idle=0.8)],
-        ["goal 4: 1B, batch 1, context 512: 3.0% of a FULL step without a kernel, 2% at most"],
+        ["goal 4: 1B, batch 1, context 512: of FULL-fused the time without a kernel is 3.0%"],
     ),
-    "the best FULL step has none": (
-        [row("FULL-fused", 0.7, idle=0.03), row("FULL-none", 0.7, idle=0.0)], []
+    "goal 4 is of the fastest FULL step": (
+        [row("FULL-fused", 0.7, idle=0.01), row("FULL-none", 0.73, idle=0.5)], []
+    ),
+    "a slow one without a gap hides nothing": (
+        [row("FULL-fused", 0.7, idle=0.3), row("FULL-none", 0.73)],
+        ["goal 4: 1B, batch 1, context 512: of FULL-fused the time without a kernel is 30.0%, 2%"],
+    ),
+    "goal 4 was not measured": (
+        [row("FULL-fused", 0.7, idle=None)],
+        ["goal 4: 1B, batch 1, context 512: of FULL-fused the time without a kernel is not mea"],
+    ),
+    "goal 7 cannot be judged": (
+        [row("FULL-fused", 0.7), {"model": "1B", "batch": 1, "context": 512, "way": "eager",
+                                  "failed": "OutOfMemoryError: 9 GB"}],
+        ["goal 7: 1B, batch 1, context 512: not judged, as the step by hand failed: OutOf"],
     ),
     "goal 5": (
         [row("FULL-fused", 0.7), row("PIECEWISE-fused", 0.9)],

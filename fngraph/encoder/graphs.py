@@ -30,10 +30,11 @@ from fngraph.encoder.run import (
     with_query_len,
 )
 from fngraph.encoder.statistics import EncoderMemory, EncoderStats
-from fngraph.errors import FnGraphError, ModesError, SpecError, TreeError
+from fngraph.errors import DifferenceError, FnGraphError, ModesError, SpecError, TreeError
 from fngraph.graphified import graphify
 from fngraph.graphs.recorder import Recorder
 from fngraph.options import OptionsDict, check_names
+from fngraph.shadow.compared import compare
 from fngraph.step.step import Step
 
 LOG = logging.getLogger("fngraph")
@@ -48,7 +49,7 @@ def graphify_encoder(
     *,
     budgets: Budgets | None = None,
     histogram: Histograms | None = None,
-    num_budgets: int = 8,
+    num_budgets: int | None = None,
     max_items: int | None = None,
     max_frames: int | None = None,
     max_tokens: int | None = None,
@@ -73,7 +74,7 @@ def graphify_encoder(
         histogram: what budgets are planned from instead: tokens of a run -> how often it came, or
             the runs' tokens themselves; by path where there are several. What an encoder has seen
             is in `encoder.stats.histogram(path)`.
-        num_budgets: how many a histogram may ask for, a path.
+        num_budgets: how many a histogram may ask for, a path; None: 8.
         max_items: items of a run; None: as many of the smallest as the largest budget holds.
         max_frames: frames of a run; None: the model's `max_frames` for each of its items.
         max_tokens: what a step of the decoder takes, where that is less than the model's range.
@@ -226,6 +227,42 @@ class Encoder:
         if self.log_every and self._stats.calls % self.log_every == 0:
             LOG.info(self._stats.line())
         return outputs
+
+    def check(self, items: Iterable[Any]) -> None:
+        """Hold the rows of each item to those that it has by itself, through bare `forward`.
+
+        What no graph shows of itself: a `forward` in which rows depend on those before them, which
+        in a run are other items', or a `collate` that puts items in another order. Where such a run
+        is a graph's, rows are also what its padding leaves of them. Nothing is counted.
+
+        Args:
+            items: as a call takes them, several that share runs: see `pack`.
+
+        Raises:
+            DifferenceError: rows that differ by more than kernels do, as `verify=` has it; of the
+                first such item, with its path.
+        """
+        expect(Iterable, "a list of items", items=items)
+        items = list(items)
+        measured = self._measured(items)
+        together = self._bare if self.model.eager_because is not None else self._graphs
+        rows, ran = together(items, measured)
+        alone, _ = self._bare(items, measured)
+        for run in ran:
+            for at in run.items:
+                got, want = rows[at][run.path], alone[at][run.path]
+                (leaves, _), (wanted, treedef) = trees.flatten(got), trees.flatten(want)
+                paths = trees.paths(treedef, f"the rows of items[{at}]")
+                pairs = zip(paths, leaves, wanted, strict=True)
+                if wrong := compare(list(pairs), {}, exact=False):
+                    others = [i for i in run.items if i != at]
+                    beside = f"in one run with items {others}" if others else "alone in its run"
+                    raise DifferenceError(
+                        f"path {run.path!r}: {wrong[0]}, {beside}, beside bare forward of that "
+                        "item alone. In a run rows of other items lie before and behind its own: a "
+                        "cumsum, a shift or a position along T goes by the sequences' offsets, and "
+                        "collate keeps the order of items"
+                    )
 
     def pack(self, items: Iterable[Any]) -> Packed:
         """How these items would run on one rank, without running them."""

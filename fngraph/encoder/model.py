@@ -197,6 +197,11 @@ class EncoderModel:
             s, unit = given[path], self.paths[path].unit
             if unit is not None and path not in sequences:
                 given[path] = s = n // unit
+                if n % unit:
+                    raise SpecError(
+                        f"{where}: measure says {n} tokens of the path {path!r}, whose sequences "
+                        f"have {unit} tokens each. Say a multiple of {unit}, or leave unit= out."
+                    )
             if not (0 < s <= n or s == n == 0):
                 raise SpecError(
                     f"{where}: measure says {n} tokens in {s} sequences of the path {path!r}. A "

@@ -19,13 +19,16 @@ Histograms: TypeAlias = Histogram | Mapping[str, Histogram]
 """What is given for the only path, or for some by name."""
 
 
+BUDGETS = 8  # that a histogram asks for at most, if nothing is said
+
+
 @checked
 def plan_model(
     model: EncoderModel,
     *,
     budgets: Budgets | None = None,
     histogram: Histograms | None = None,
-    num_budgets: int = 8,
+    num_budgets: int | None = None,
     max_items: int | None = None,
     max_frames: int | None = None,
     max_tokens: int | None = None,
@@ -44,6 +47,12 @@ def plan_model(
         raise SizesError(
             "budgets= and histogram= both say which budgets there are. Pass one of them."
         )
+    if num_budgets is not None and histogram is None:
+        raise SizesError(
+            f"num_budgets={num_budgets} is how many budgets a histogram may ask for, and there is "
+            "none. Pass histogram= as well, or budgets=, which says them."
+        )
+    num_budgets = BUDGETS if num_budgets is None else num_budgets
     if num_budgets < 1:
         raise SizesError(f"num_budgets={num_budgets} leaves no budget. Pass 1 or more.")
     low, high = model.token_range

@@ -27,6 +27,12 @@ def valid(size: str) -> str:
     return f"valid = <true rows of {size}>; "
 
 
+def where_valid(rank: int, dim: int, x: str, other: str) -> str:
+    """What leaves `x` where `valid` is True along one of its dims, and is `other` elsewhere."""
+    behind = ", None" * (rank - dim - 1)
+    return f"torch.where(valid{f'[:{behind}]' if behind else ''}, {x}, {other})"
+
+
 def in_own_names(text: str, leaves: Sequence[Leaf], signature: Signature) -> str:
     """`text` with the caller's names in the places for them.
 

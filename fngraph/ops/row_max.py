@@ -27,7 +27,8 @@ def _plain(x: Tensor, keepdim: bool) -> tuple[Tensor, Tensor]:
 
 
 def _run(x: Tensor, keepdim: bool) -> tuple[Tensor, Tensor]:
-    if not (x.is_cuda and x.dtype in KINDS and x.shape[-1:].numel()) or missing("cuda"):
+    takes = x.is_cuda and x.dtype in KINDS and x.dim() and x.shape[-1]
+    if not takes or missing("cuda"):
         return _plain(x, keepdim)
     from fngraph.ops.triton.highest import row_max  # loads Triton
 
@@ -35,7 +36,7 @@ def _run(x: Tensor, keepdim: bool) -> tuple[Tensor, Tensor]:
 
 
 def _fake(x: Tensor, keepdim: bool) -> tuple[Tensor, Tensor]:
-    shape = (*x.shape[:-1], 1) if keepdim else x.shape[:-1]
+    shape = (*x.shape[:-1], *[1] * (keepdim and x.dim() > 0))
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
 
 

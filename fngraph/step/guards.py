@@ -9,8 +9,9 @@ on. One that nobody declared, it may still have counted on as 0:
 Such a program is right, and poison in its padding would be a false alarm. So `forward` is traced
 as if padding held anything: where that is refused as mixing rows, the pad is kept.
 
-A field's `min` is looked at before each step, and whether offsets of requests (pad="stride") are as
-the spec says: its `query_len` and bounds are taken by backends as they are.
+A field's `min` is looked at before each step, and whether offsets (pad="stride", pad="last") rise,
+end within the rows that they divide, and are as the spec says: its `query_len` and bounds are taken
+by backends as they are.
 
 Borrowed results: see `graphs.loans`.
 """
@@ -24,8 +25,9 @@ from typing import Any
 
 import torch
 
+from fngraph.calls import PrimitiveCall
 from fngraph.core import BatchSpec, Buffer, BufferPlan, trees
-from fngraph.core.buffers import STRIDE
+from fngraph.core.buffers import LAST, STRIDE, Dim
 from fngraph.errors import TreeError
 from fngraph.executable import Executable
 from fngraph.fx.leaves import Role
@@ -47,12 +49,14 @@ class Poison:
         poisoned: for each static buffer, whether its padding is.
         counts: true rows of each static buffer, on the device.
         rows: 0, 1, 2, ... on the device.
+        divided: the rows that a staged leaf divides, if a primitive is told so, by its number.
     """
 
     name: str
     loans: Loans
     plan: BufferPlan
     dims: Mapping[str, int]
+    divided: Mapping[int, Dim]
     poisoned: tuple[bool, ...]
     counts: torch.Tensor
     rows: torch.Tensor
@@ -110,8 +114,8 @@ class Poison:
         self.loans.begin(self.name)
         _check_least(self.plan, kept)
         if isinstance(spec, BatchSpec):
-            _check_offsets(self.plan, kept, spec)
             true = true_sizes(spec, self.dims)
+            _check_offsets(self.plan, kept, spec, {i: d(**true) for i, d in self.divided.items()})
             counts = [planned.buffer.rows(true) or 0 for planned in self.plan.buffers]
             with torch.inference_mode(False), torch.no_grad():
                 self.counts.copy_(torch.tensor(counts, dtype=torch.int64, device="cpu"))
@@ -128,6 +132,7 @@ def make_poison(executable: Executable, static: StaticBuffers, loans: Loans) -> 
         loans,
         executable.plan,
         executable.limits.dims,
+        _divided(executable),
         _unrelied(executable),
         torch.zeros(len(static.tensors), dtype=torch.int64, device=device),
         torch.arange(longest, device=device),
@@ -145,25 +150,53 @@ def _check_least(plan: BufferPlan, leaves: Sequence[Any]) -> None:
                 )
 
 
-def _check_offsets(plan: BufferPlan, leaves: Sequence[Any], spec: BatchSpec) -> None:
+def _divided(executable: Executable) -> dict[int, Dim]:
+    """For each staged leaf that tells a primitive where sequences begin, the rows they are of."""
+    staged = {leaf: i for i, leaf in enumerate(executable.args.of(Role.STAGED))}
+    found = dict[int, Dim]()
+    for one, fn in zip(executable.program.instructions, executable.fns):
+        if isinstance(fn, PrimitiveCall) and fn.primitive.offsets is not None:
+            cut, names = fn.cut, [x.name for x in fn.primitive.op._schema.arguments]
+            told = [names[place] for place in cut.places].index(fn.primitive.offsets)
+            if (leaf := staged.get(one.reads[told])) is not None and cut.row_dims[0] is not None:
+                found[leaf] = cut.row_dims[0]
+    return found
+
+
+def _check_offsets(
+    plan: BufferPlan, leaves: Sequence[Any], spec: BatchSpec, divided: Mapping[int, int]
+) -> None:
     """Where requests begin, as the batch has it, beside what the spec says of them. A batch may
-    have fewer tokens than its spec: one that is padded to what processes agree on."""
-    most = spec.bounds.max_query_len
-    for planned, x in zip(plan.buffers, leaves):
-        if planned.buffer.pad != STRIDE or not isinstance(x, torch.Tensor) or x.dim() != 1:
+    have fewer tokens than its spec: one that is padded to what processes agree on.
+
+    Args:
+        divided: by the leaf's number, the rows that offsets are of; the others' are not known.
+    """
+    for i, (planned, x) in enumerate(zip(plan.buffers, leaves)):
+        of_requests = planned.buffer.pad == STRIDE
+        if not (of_requests or planned.buffer.pad == LAST):
             continue
+        if not isinstance(x, torch.Tensor) or x.dim() != 1:
+            continue
+        rows = spec.num_tokens if of_requests else divided.get(i)
+        most = spec.bounds.max_query_len if rows == spec.num_tokens else None
         starts = x.tolist()
-        for i, (begin, end) in enumerate(itertools.pairwise(starts)):
-            if end < begin or (most is not None and end - begin > most):
+        for r, (begin, end) in enumerate(itertools.pairwise(starts)):
+            if end < begin:
                 raise TreeError(
-                    f"{planned.path}: request {i} brings {end - begin} tokens, from {begin} to "
+                    f"{planned.path} falls from {begin} to {end}, at [{r + 1}]. Offsets begin with "
+                    "0 and add up what each request brings: sizes.cumsum(0) behind a 0"
+                )
+            if most is not None and end - begin > most:
+                raise TreeError(
+                    f"{planned.path}: request {r} brings {end - begin} tokens, from {begin} to "
                     f"{end}, and {spec!r} says at most {most}. Say what the batch has: "
                     "query_len=None where requests differ, and the largest of them as bound"
                 )
-        if starts and starts[-1] > spec.num_tokens:
-            raise TreeError(
-                f"{planned.path} ends at {starts[-1]}, and {spec!r} has {spec.num_tokens} tokens"
-            )
+        if starts and rows is not None and starts[-1] > rows:
+            has = f"{spec!r} has" if rows == spec.num_tokens else "what it divides has"
+            unit = "tokens" if rows == spec.num_tokens else "rows"
+            raise TreeError(f"{planned.path} ends at {starts[-1]}, and {has} {rows} {unit}")
 
 
 def _own(x: Any, lent: set[int]) -> Any:

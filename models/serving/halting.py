@@ -59,7 +59,9 @@ class Halt:
         while not over.query():
             if pending():
                 self.set()
-                over.synchronize()
-                self.set(False)
+                try:
+                    over.synchronize()
+                finally:
+                    self.set(False)  # or each later launch would end at once
                 return
             time.sleep(0)  # who else wants the processor may have it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import random
@@ -14,9 +15,18 @@ import toys
 from torch import Tensor
 
 import fngraph as fg
+from fngraph.core import trees
 from fngraph.encoder.model import rows_of_the_only_path
 from fngraph.encoder.run import EAGER_TOKENS
-from fngraph.errors import BranchError, ModesError, SizesError, SleepError, SpecError, TreeError
+from fngraph.errors import (
+    BranchError,
+    DifferenceError,
+    ModesError,
+    SizesError,
+    SleepError,
+    SpecError,
+    TreeError,
+)
 from fngraph.step import capture
 
 NAN = float("nan")
@@ -233,6 +243,57 @@ def test_nothing_of_its_neighbours_is_in_an_item(make, kind: str, poison: float)
     assert encoder.stats.misses() == 0
 
 
+READS_OTHERS: dict[str, Any] = {
+    "sums of the rows before": lambda x: x + x.cumsum(0) / 9,
+    "a place among all rows": lambda x: (
+        x + torch.arange(x.shape[0], device=x.device).view(-1, *[1] * (x.dim() - 1))
+    ),
+    "the first row": lambda x: x - x[:1] / 2,
+}
+
+
+@pytest.mark.parametrize("kind", toy.KINDS)
+def test_a_check_holds_items_to_themselves_alone(make, kind: str):
+    encoder = make(kind)
+    encoder.check(toy.random_items(kind, random.Random(kind)))
+    encoder.check([])
+    assert encoder.stats.calls == 0
+
+
+@pytest.mark.parametrize("what", READS_OTHERS)
+def test_a_check_finds_rows_that_go_by_their_neighbours(what: str, recorder_name, device):
+    """Which a trace accepts: a row may see those before it, of other items too."""
+    model, params = (fn() for fn in toy.KINDS["pictures"])
+    (path,), wrong = model.paths.values(), READS_OTHERS[what]
+
+    def forward(params: Any, batch: toy.Patches) -> Any:
+        return trees.map_leaves(wrong, path.forward(params, batch))
+
+    paths = {"default": dataclasses.replace(path, forward=forward)}
+    encoder = fg.graphify_encoder(
+        dataclasses.replace(model, paths=paths), toys.moved(params, device), recorder=recorder_name
+    )
+    items = [toy.picture(5), toy.picture(3, 4), toy.picture(6)]
+    with pytest.raises(
+        DifferenceError, match=r"path 'default': the rows of items\[\d\].* is off by"
+    ):
+        encoder.check(items)
+    encoder.check(items[:1])
+
+
+def test_a_check_finds_items_in_another_order(recorder_name, device):
+    model, params = (fn() for fn in toy.KINDS["pictures"])
+    turned = lambda path, items: model.collate(path, items[::-1])  # noqa: E731
+    encoder = fg.graphify_encoder(
+        dataclasses.replace(model, collate=turned), toys.moved(params, device),
+        recorder=recorder_name,
+    )  # fmt: skip
+    with pytest.raises(
+        DifferenceError, match=r"in one run with items \[.* collate keeps the order"
+    ):
+        encoder.check([toy.picture(4, seed=0), toy.picture(4, seed=1)])
+
+
 @pytest.mark.parametrize("path", ["default", "global", "local"])
 def test_padding_of_larger_keys_changes_no_true_row(path: str):
     """With NaN and infinities in all padding of which the trace claims nothing."""
@@ -405,6 +466,7 @@ def test_plans(kind: str, options: dict[str, Any], budgets: Any):
         ("pages", {"budgets": (300,)}, SizesError, r"Pass budgets=\{'global': ...\}"),
         ("pages", {"budgets": {"loca": (3,)}}, SizesError, r"'loca': .*\['global', 'local'\]"),
         ("pictures", {"budgets": (8,), "histogram": [8]}, SizesError, "Pass one of them"),
+        ("pictures", {"num_budgets": 3}, SizesError, "num_budgets=3 .* Pass histogram= as well"),
         ("pictures", {"histogram": [999]}, SizesError, "no run of 1 to 64 tokens"),
         ("pictures", {"budgets": (9, 3)}, SizesError, r"budgets=\(9, 3\) must ascend"),
         ("pictures", {"sequences": (9, 3)}, SizesError, r"sequences=\(9, 3\) .* Pass \(3, 9\)"),
@@ -512,7 +574,7 @@ def test_paths_that_mean_nothing_are_refused():
             fg.EncoderPath(toy.see, **options)
     nine = fg.Measured("image", {"global": 9})
     uneven = toy.make("pages", "cpu", "tape", {"measure": lambda item: nine})
-    with pytest.raises(SpecError, match=r"9 tokens in 0 sequences of the path 'global'"):
+    with pytest.raises(SpecError, match=r"9 tokens of the path 'global', .* a multiple of 272"):
         uneven([toy.page(0)])
     bare = toy.make("pages", "cpu", "tape", {"postprocess": rows_of_the_only_path})
     with pytest.raises(TreeError, match=r"rows of the paths \['global', 'local'\]"):

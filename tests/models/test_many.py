@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from fngraph.models import (
 )
 from fngraph.models.serving import many
 from fngraph.models.serving.batches import MANY, STOPS, batch_type, empty_batch, lay_out
+from fngraph.models.serving.halting import Halt
 from fngraph.models.serving.loop import Served, schedule
 from fngraph.models.serving.ranks.circles import Circle, Ranks
 from fngraph.models.serving.ranks.following import over_ranks
@@ -292,6 +294,26 @@ def raised(model: Model, mode: str) -> tuple[Steps, Any, Any, State]:
     state, batch = schedule(ran.state, POLICY, steps)
     assert state.turns == 6
     return steps, cache, batch, state
+
+
+def test_an_interrupted_wait_lowers_the_flag(monkeypatch: pytest.MonkeyPatch):
+    """Else each later launch would draw one token, without a word."""
+
+    class Interrupted:
+        def record(self, stream: Any) -> None: ...
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "Event", Interrupted)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    halt, drawn = Halt("cpu"), SimpleNamespace(is_cuda=True, device="cuda")
+    with pytest.raises(KeyboardInterrupt):
+        halt.wait(drawn, lambda: True)  # type: ignore[arg-type]
+    assert not halt.leaf.item()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -44,6 +44,11 @@ def test_the_highest_of_each_row_and_the_first_of_equal_ones(
 def test_rows_with_no_number_and_zeros_of_both_signs(dtype: torch.dtype):
     rows = 8
     x = draw(rows, 5000, dtype=dtype).to(WHERE)
+    x[:, [7, 900]] = float("-inf")  # as what masks logits has it
+    same(x)
+    x[:, 40], x[:, 4000] = float("inf"), float("nan")
+    same(x)
+    x = draw(rows, 5000, dtype=dtype).to(WHERE)
     x[0] = float("-inf")
     x[1] = 0.0
     x[1, ::2] = -0.0  # equal to 0, and first
@@ -66,3 +71,10 @@ def test_it_is_what_the_op_runs_on():
     assert values.shape == indices.shape == (2, 3)
     assert torch.equal(indices, x.argmax(-1)) and torch.equal(values, x.amax(-1))
     assert OPS.row_max(x[:0], True)[0].shape == (0, 3, 1)
+    assert OPS.row_max(x[0, 0, 0], True)[0].shape == ()
+
+
+@pytest.mark.skipif(not GPU, reason="many programs")
+def test_more_rows_than_a_grid_has_in_its_second_dim():
+    x = draw(70_000, 40, dtype=torch.bfloat16).to(WHERE)
+    same(x)

@@ -147,6 +147,44 @@ def test_graphs_equal_bare_forward(recorder_name, device, modes: str):
     }
 
 
+def attended(x_TE: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+    qkv = (x_TE @ weight).unflatten(-1, (3, 2, 4))
+    return x_TE + fg.ops.varlen_attention(*qkv.unbind(1), starts).flatten(1)
+
+
+LOOPS: dict[str, Any] = {
+    "closed over by a scan": lambda p, x, s: fg.scan(
+        lambda c, w: (attended(c, w, s), None), x, p["layers"]
+    )[0],
+    "carried": lambda p, x, s: fg.scan(
+        lambda c, w: ((attended(c[0], w, c[1]), c[1]), None), (x, s), p["layers"]
+    )[0][0],
+    "in a choice": lambda p, x, s: fg.cond(
+        p["qkv"].sum() > 99, lambda: x * 1, lambda: attended(x, p["qkv"], s)
+    ),
+    "copied and cast": lambda p, x, s: attended(x, p["qkv"], s.clone().long().int()),
+}
+
+
+@pytest.mark.parametrize("modes", ["FULL", "NONE"])
+@pytest.mark.parametrize("what", LOOPS)
+def test_in_loops_too(what: str, modes: Any, recorder_name, device):
+    """Offsets that repeat their last are known to rise wherever they are handed on."""
+    params = weights(device)
+    params["layers"] = params["qkv"][None].repeat(3, 1, 1) / 3
+
+    def forward(params: Any, batch: Patches) -> Tensor:
+        return LOOPS[what](params, params["embed"][batch.x], batch.images)
+
+    fast = fg.graphify(
+        forward, stage="batch", limits=fg.Limits(16, 4), sizes=(4, 8, 16), modes=modes,
+        recorder=recorder_name,
+    )  # fmt: skip
+    for images in ((5,), (3, 7), (1, 2, 4)):
+        batch = toys.on(patches(*images), device)
+        torch.testing.assert_close(fast(params, batch), forward(params, batch), **toys.CLOSE)
+
+
 def test_offsets_that_padding_lets_fall_are_refused():
     @fg.struct
     class Careless(Patches):  # type: ignore[misc]

@@ -52,9 +52,21 @@ def test_where_it_matches_and_that_results_are_the_same(case: str, recorder_name
             assert a.dtype == b.dtype and torch.equal(a, b)
 
 
+def test_a_row_of_as_many_columns_as_there_are_tokens_is_left():
+    def forward(params: Tensor, batch: toys.Batch) -> Tensor:
+        x = torch.where(batch.slot_mapping >= 0, params[batch.token_ids, 0], -torch.inf)
+        return x.argmax(-1)
+
+    fast = fg.graphify(
+        forward, passes=("row_max",), stage="batch", sizes=toys.SIZES, limits=toys.LIMITS
+    )
+    assert [one.matches for one in fast.trace(torch.randn(toys.V, V)).passes] == [0]
+
+
 def test_an_op_keeps_what_torch_asks_of_ops():
     x = torch.randn(3, 80)
-    torch.library.opcheck(OP.default, (x, False), test_utils=("test_schema", "test_faketensor"))
+    for given in ((x, False), (x, True), (x[0, 0], True)):
+        torch.library.opcheck(OP.default, given, test_utils=("test_schema", "test_faketensor"))
     values, indices = OP(x, True)
     assert torch.equal(values, x.amax(-1, keepdim=True))
     assert torch.equal(indices, x.argmax(-1, keepdim=True))

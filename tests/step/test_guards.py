@@ -106,6 +106,39 @@ LIES = {
 }
 
 
+@fg.struct
+class Packed:
+    """Sequences, of which a token is two rows."""
+
+    x: Tensor = fg.buffer("T 2 4", "float32")
+    starts: Tensor = fg.buffer("R + 1", "int32", pad="last")
+    spec: fg.BatchSpec = fg.host()
+
+
+def packed(params: Any, batch: Packed) -> Tensor:
+    """Attention over each sequence's rows."""
+    x = batch.x.flatten(0, 1).unsqueeze(1)
+    return fg.ops.varlen_attention(x, x, x, batch.starts)
+
+
+@pytest.mark.parametrize(
+    "starts, says",
+    [([0, 2, 6], None), ([0, 6, 2], r"falls from 6 to 2, at \[2\]. Offsets begin with 0 and"),
+     ([0, 2, 9], "ends at 9, and what it divides has 6 rows")],
+)  # fmt: skip
+def test_offsets_that_repeat_their_last_are_looked_at_too(starts: list[int], says: str | None):
+    """By the rows that the primitive is given with them, which T does not say."""
+    fast = fg.graphify(packed, stage="batch", sizes=(4, 8), guards=True, recorder="tape")
+    step = fast.bind({}).capture(fg.Limits(8, 4), progress=False)
+    offsets = torch.tensor(starts, dtype=torch.int32)
+    batch = Packed(torch.randn(3, 2, 4), offsets, fg.BatchSpec(3, 2))
+    if says is None:
+        torch.testing.assert_close(step(batch), packed({}, batch))
+        return
+    with pytest.raises(TreeError, match=f"batch.starts {says}"):
+        step(batch)
+
+
 @pytest.mark.parametrize("what", LIES)
 def test_offsets_that_the_spec_denies_are_refused(what: str):
     """Of which backends made wrong numbers."""

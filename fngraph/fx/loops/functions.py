@@ -219,7 +219,7 @@ def _in_python(
     now: Sequence[torch.Tensor] = leaves
     given: list[Sequence[torch.Tensor]] = []
     for i in range(turns - 1, -1, -1) if reverse else range(turns):
-        news = turn([*now, *[x[i] for x in rows]])
+        news = turn([*now, *[x[i].contiguous() for x in rows]])  # as in a graph
         now = news[: len(leaves)]
         given.append(news[len(leaves) :])
     if turns == 0:  # of no row there is nothing to stack, but in which shapes?
@@ -250,7 +250,8 @@ def cond(pred: bool | torch.Tensor, a: Callable[..., C], b: Callable[..., C], *a
         MutationError, RandomError, OperatorError, AliasError: in a trace, what they may not do.
     """
     fn = "fg.cond"
-    check_functions("fg.cond(pred, a, b, *args)", None, a=a, b=b)
+    takes = ", ".join(f"args[{i}]" for i in range(len(args)))
+    check_functions("fg.cond(pred, a, b, *args)", takes, a=a, b=b)
     if isinstance(pred, torch.SymBool):
         _refuse_rows(f"fg.cond: pred is {pred}")
     if isinstance(pred, bool):
@@ -258,7 +259,7 @@ def cond(pred: bool | torch.Tensor, a: Callable[..., C], b: Callable[..., C], *a
     check_pred(fn, "pred is", pred)
     mode = _trace()
     if mode is None:
-        return a(*args) if bool(pred) else b(*args)
+        return trees.map_leaves(_dense, a(*args) if bool(pred) else b(*args))
     first: list[Any] = []  # what `a` gave: its tensors and their structure
 
     def of_a(_: Any) -> Sequence[torch.Tensor]:
@@ -274,6 +275,11 @@ def cond(pred: bool | torch.Tensor, a: Callable[..., C], b: Callable[..., C], *a
         called = Called(fn, user_line(), ("pred",))
         results = flat_cond(mode, called, here([pred])[0], of_a, of_b)
     return trees.unflatten(first[1], results)  # type: ignore[no-any-return]
+
+
+def _dense(x: Any) -> Any:
+    """A result as a graph has it, whichever function it came from."""
+    return x.contiguous() if isinstance(x, torch.Tensor) else x
 
 
 def _trace() -> PurityMode | None:

@@ -76,7 +76,7 @@ def check_alike(
     wanted, tree = expected
     if treedef != tree:
         lines = "\n".join(trees.differences(tree, treedef, root))
-        raise TreeError(f"{user_line()}: {fn}: {what} another structure:\n{lines}\n{_FIXED}")
+        raise TreeError(f"{user_line()}: {fn}: {what} another structure:\n{lines}\n{_fix(fn)}")
     paths = trees.paths(tree, root)
     lines = "\n".join(
         f"  {path}: got {brief(new)}, expected {brief(old)}"
@@ -84,11 +84,15 @@ def check_alike(
         if brief(old) != brief(new)
     )
     if lines:
-        raise TreeError(f"{user_line()}: {fn}: {what} other tensors:\n{lines}\n{_FIXED}")
+        raise TreeError(f"{user_line()}: {fn}: {what} other tensors:\n{lines}\n{_fix(fn)}")
     return leaves
 
 
-_FIXED = "Shapes, dtypes and structure stay the same from turn to turn: x.to(dtype), torch.where"
+def _fix(fn: str) -> str:
+    same = (
+        "of both functions are the same" if fn == "fg.cond" else "stay the same from turn to turn"
+    )
+    return f"Shapes, dtypes and structure {same}: x.to(dtype), torch.where"
 
 
 def brief(x: torch.Tensor) -> str:
@@ -112,14 +116,17 @@ def check_functions(call: str, takes: str | None, **given: Any) -> None:
             raise TreeError(f"{user_line()}: {name}={shown}, expected a function: {call}")
         try:
             own = inspect.signature(function)
-            own.bind(*(takes or "").split(", "))
+            own.bind(*(takes.split(", ") if takes else ()))
         except ValueError:  # of C, which does not say
             continue
         except TypeError:
             if takes is not None:
+                advice = "Both functions are given what comes behind them"
+                if not call.startswith("fg.cond"):
+                    advice = "A carry of several tensors is one tree: a, b = carry, in it"
                 raise TreeError(
                     f"{user_line()}: {call}: {name} takes {own}, and is called as {name}({takes}). "
-                    "A carry of several tensors is one tree: a, b = carry, in it"
+                    f"{advice}"
                 ) from None
 
 

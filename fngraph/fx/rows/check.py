@@ -20,7 +20,7 @@ import sympy
 import torch
 from torch import fx
 
-from fngraph.core.buffers import RAMPS, STRIDE
+from fngraph.core.buffers import LAST, RAMPS, STRIDE
 from fngraph.core.text import expect
 from fngraph.errors import RowsError, TreeError
 from fngraph.fx.leaves import Leaf
@@ -46,6 +46,7 @@ from fngraph.fx.rows.loops import Several, failures, of_loop
 from fngraph.fx.rows.rules import is_primitive, keeps_finite, rule
 from fngraph.fx.rows.state import (
     OFFSETS,
+    RISING,
     Kept,
     Mixed,
     Mixes,
@@ -278,8 +279,8 @@ def _leaf(leaf: Leaf) -> Kept:
     if not leaf.padded:
         return Kept(span=ANY)
     if leaf.buffer is None or leaf.buffer.pad in RAMPS:
-        rises = leaf.buffer is not None and leaf.buffer.pad == STRIDE
-        return Kept({0: OFFSETS} if rises else {})
+        marks: dict[Any, str] = {STRIDE: OFFSETS, LAST: RISING}
+        return Kept({} if leaf.buffer is None else {0: marks[leaf.buffer.pad]})
     pad = torch.tensor(leaf.buffer.pad, dtype=getattr(torch, leaf.buffer.dtype))
     counts = not (pad.dtype.is_floating_point or pad.dtype.is_complex)
     names_a_row = counts and leaf.buffer.pad_given and float(leaf.buffer.pad) >= 0

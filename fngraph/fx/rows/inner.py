@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fngraph.fx.advice import valid
+from fngraph.fx.advice import valid, where_valid
 from fngraph.fx.nodes import flat, is_op, is_tensor, operands
 from fngraph.fx.rows.bounds import at_most, size_of
 from fngraph.fx.rows.fills import is_all, pointwise, refuse_counts
@@ -86,7 +86,7 @@ def over_dims(call: OpCall) -> Kept:
                 f"calls {call.node.target}, which fails where a number is NaN or infinite, and "
                 "that of padding may be: an error for padding alone. Let it not be: "
                 f"x.nan_to_num(); or {valid(call.dim(x, moving[0]))}"
-                "torch.where(valid[:, None, None], x, 0)",
+                f"{where_valid(ndim(x), moving[0], 'x', '0')}",
                 fails=True,
             )
     _refuse_vectors(call)
@@ -246,7 +246,8 @@ def taken_in_order(call: OpCall) -> Kept:
         raise Mixes(
             "takes an element of a source for each that a mask means (masked_scatter), those of "
             "padding as well, and may find none: an error for rows of padding alone. Let the mask "
-            f"be false there: {valid(call.dim(call.node, 0))}mask & valid[:, None]",
+            f"be false there: {valid(call.dim(call.node, 0))}"
+            f"{where_valid(ndim(mask), 0, 'mask', 'False')}",
             fails=True,
         )
     return Kept()
@@ -268,14 +269,14 @@ def losses(call: OpCall) -> Kept:
             f"takes {call.name} over all elements, and a key has rows of padding. Take it of each, "
             'reduction="none", and divide the sum of the true ones by their number: '
             f"{valid(moving[0])}"
-            "torch.where(valid[:, None], loss, 0).sum() / (valid.sum() * n)"
+            f"{where_valid(ndim(x), 0, 'loss', '0')}.sum() / (valid.sum() * n)"
         )
     both = (x, call.args["target"]) if call.name == "binary_cross_entropy" else ()
     if any(moving_dims(y) and not is_chance(call, y) for y in both):
         raise Mixes(
             "takes binary_cross_entropy of what may be no chance in padding, or of such targets: "
             "an error for rows of padding alone. Use F.binary_cross_entropy_with_logits, or let "
-            f"both be some there: {valid(moving[0])}torch.where(valid[:, None], x, 0.5)",
+            f"both be some there: {valid(moving[0])}{where_valid(ndim(x), 0, 'x', '0.5')}",
             fails=True,
         )
     return pointwise(call)

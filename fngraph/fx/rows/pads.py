@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.core.buffers import LAST
 from fngraph.errors import FieldError, FnGraphError, RowsError
 from fngraph.fx.advice import valid
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import inputs_of, line_of
 from fngraph.fx.rows.check import vouched_for
 from fngraph.fx.rows.loops import Several
-from fngraph.fx.rows.state import OFFSETS, Fill, Kept, moving_dims
+from fngraph.fx.rows.state import OFFSETS, RISING, Fill, Kept, moving_dims
 
 NOWHERE = "nowhere"  # a slot below 0
 
@@ -48,9 +47,6 @@ def check_pads(
             state = facts.get(told)
             if not isinstance(state, Kept) or 0 not in moving_dims(told):
                 continue
-            leaf = leaf_of.get(_source(told))
-            if what == OFFSETS and leaf is not None and leaf.buffer and leaf.buffer.pad == LAST:
-                continue
             if not _is(state.fills.get(0), what) and told not in vouched_for(gm):
                 refuse(_error(node, name, told, leaf_of.get(told), what))
     for node, state in facts.items():
@@ -59,19 +55,9 @@ def check_pads(
                 check_pads(inner, (), known, asked, refuse)
 
 
-def _source(node: fx.Node) -> fx.Node:
-    """What was cast, or viewed."""
-    while node.op == "call_function" and node.target in _SAME:
-        node = node.all_input_nodes[0]
-    return node
-
-
-_SAME = {torch.ops.aten._to_copy.default, torch.ops.aten.view.default, torch.ops.aten.alias.default}
-
-
 def _is(fill: Fill | None, what: str) -> bool:
     if what == OFFSETS:
-        return isinstance(fill, str) and fill == OFFSETS
+        return isinstance(fill, str) and fill in (OFFSETS, RISING)
     return isinstance(fill, torch.Tensor) and bool((fill < 0).all())
 
 
@@ -85,6 +71,9 @@ def _error(node: fx.Node, name: str, told: fx.Node, leaf: Leaf | None, what: str
     )
 
 
+_FIELD = (
+    'fg.buffer("R + 1", "int32", pad="stride"), or pad="last", by which padding is in no sequence'
+)
 _SAID = {
     NOWHERE: (
         "says where a primitive writes", "is -1", "its padding would write too",
@@ -93,7 +82,6 @@ _SAID = {
     ),
     OFFSETS: (
         "says where requests begin", "goes on rising", "true tokens would be another request's",
-        'so that it goes on: fg.buffer("R + 1", "int32", pad="stride")',
-        'Stage it: fg.buffer("R + 1", "int32", pad="stride")',
+        f"so that it goes on: {_FIELD}", f"Stage it: {_FIELD}",
     ),
 }  # fmt: skip

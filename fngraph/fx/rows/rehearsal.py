@@ -41,6 +41,7 @@ from fngraph.fx.rows.state import (
     BEYOND,
     FINITE,
     OFFSETS,
+    RISING,
     VANISHING,
     Kept,
     Mixed,
@@ -315,7 +316,7 @@ def _holds(fill: Any, beyond: torch.Tensor, true: torch.Tensor, dim: int) -> boo
     if fill == VANISHING:
         lost = true.isnan().all(dim, keepdim=True).expand(beyond.shape)
         return bool(torch.where(lost, beyond.isnan() | (beyond == 0), beyond == 0).all())
-    assert fill == OFFSETS
+    assert fill in (OFFSETS, RISING)
     rising = torch.cat([true[-1:], beyond])
     return bool((rising.diff() >= 0).all())
 

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from fngraph.fx.advice import valid
+from fngraph.fx.advice import valid, where_valid
 from fngraph.fx.nodes import is_tensor, operands
 from fngraph.fx.rows.boxes import is_one
 from fngraph.fx.rows.fills import constant, evaluated, is_all, refuse_counts
@@ -24,6 +24,7 @@ from fngraph.fx.rows.state import (
     BEYOND,
     FINITE,
     OFFSETS,
+    RISING,
     Fill,
     Kept,
     Mixes,
@@ -53,7 +54,7 @@ def _stays(call: OpCall, x: Any, dim: int, mark: str) -> bool:
     if call.name == "slice":
         along = call.args.get("dim", 0) % ndim(x) == dim
         whole = call.args.get("start") in (None, 0) and call.args.get("step", 1) == 1
-        return not along or mark == OFFSETS or whole
+        return not along or mark in (OFFSETS, RISING) or whole
     if call.name in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
         old, new = (list(map(call.text, y.shape)) for y in (x.meta["val"], call.value))
         return [n for n in old if n != "1"] == [n for n in new if n != "1"]
@@ -205,7 +206,7 @@ def cut(call: OpCall) -> Kept:
         result = carried(call, x, to) if len(to) == len(kept) else Kept()
         if call.name == "select" or not ends_early(call, x, dim):
             return result
-        on = (OFFSETS, BEYOND)  # which begin where the slice ends
+        on = (OFFSETS, RISING, BEYOND)  # which begin where the slice ends
         fills = {d: f for d, f in result.fills.items() if d != dim or _is_mark(f, on)}
         return dataclasses.replace(result, fills=fills, window=True)  # true rows lie behind
     if is_moving(start):
@@ -325,7 +326,8 @@ def drawn(call: OpCall) -> Kept:
             raise Mixes(
                 f"draws by chances of which padding may hold what is none ({call.name}): an error "
                 "for rows of padding alone. Let them be 1 there: "
-                f"{valid(call.dim(x, moving_dims(x)[0]))}torch.where(valid[:, None], p, 1)",
+                f"{valid(call.dim(x, moving_dims(x)[0]))}"
+                f"{where_valid(ndim(x), moving_dims(x)[0], 'p', '1')}",
                 fails=True,
             )
     return Kept()

@@ -19,6 +19,7 @@ from fngraph.fx.rows.boxes import Boxes
 from fngraph.fx.schemas import named, plain_name
 
 OFFSETS = "offsets"  # query_start_loc: from 0, a token or more each; padding never falls below
+RISING = "rising"  # other offsets: padding repeats the last true one; none falls
 FINITE = "finite"  # numbers that are not known, but neither NaN nor infinite, as weights are not
 VANISHING = "vanishing"  # 0, or NaN if all true elements along the dim are NaN: of a softmax
 BEYOND = "beyond"  # padding that counts on where the true rows end: arange(T)

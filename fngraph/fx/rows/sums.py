@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fngraph.fx.advice import valid
+from fngraph.fx.advice import valid, where_valid
 from fngraph.fx.nodes import is_tensor
 from fngraph.fx.rows.bounds import size_of
 from fngraph.fx.rows.fills import WIDE, constant, dtype_of, evaluated, is_all
@@ -102,14 +102,14 @@ def _limit(neutral: float, dtype: torch.dtype) -> float:
 
 def refuse_unmasked(call: OpCall, x: Any, dim: int, neutral: float) -> NoReturn:
     number = _limit(neutral, x.meta["val"].dtype)
-    masked = f"float('{number}')" if math.isinf(number) else str(int(number))
+    other = f"float('{number}')" if math.isinf(number) else str(int(number))
     if abs(number) > 1 and math.isfinite(number):
-        masked = f"torch.iinfo(x.dtype).{'min' if number < 0 else 'max'}"
+        other = f"torch.iinfo(x.dtype).{'min' if number < 0 else 'max'}"
     times = " A factor of 0 is no mask, since 0 * inf is NaN." if _is_masked(call, x, dim) else ""
     raise Mixes(
         f"takes {call.name.strip('_')} over {call.dim(x, dim)}, and a key has rows of padding "
         f"there.{times} Mask them: {valid(call.dim(x, dim))}"
-        f"torch.where(valid[:, None], x, {masked})"
+        f"{where_valid(ndim(x), dim, 'x', other)}"
     )
 
 
@@ -157,14 +157,21 @@ def order(call: OpCall) -> Kept:
 def refuse_unordered(call: OpCall, x: Any, dim: int, down: bool) -> NoReturn:
     dtype = x.meta["val"].dtype
     if dtype.is_floating_point:
-        masked = "float('-inf')" if down else "float('nan')"
+        other = "float('-inf')" if down else "float('nan')"
     else:
-        masked = f"torch.iinfo(x.dtype).{'min' if down else 'max'}"
+        other = f"torch.iinfo(x.dtype).{'min' if down else 'max'}"
     raise Mixes(
         f"takes {call.name} over {call.dim(x, dim)}, and a key has rows of padding there. Let them "
         f"come last: {valid(call.dim(x, dim))}"
-        f"torch.where(valid[:, None], x, {masked})"
+        f"{where_valid(ndim(x), dim, 'x', other)}"
     )
+
+
+def _sum_over(dims: list[int], rank: int) -> str:
+    """The end of a mean over these dims of `x`, of rows that `valid` tells."""
+    if len(dims) == 1:
+        return f"sum({dims[0]}) / valid.sum()"
+    return f"sum({dims if len(dims) < rank else ''}) / (valid.sum() * <elements of a row>)"
 
 
 def never(call: OpCall) -> Kept:
@@ -177,7 +184,7 @@ def never(call: OpCall) -> Kept:
     for d in set(moving_dims(x)) & set(over):
         fix = (
             f"Divide the sum of the true rows by their number: {valid(call.dim(x, d))}"
-            "torch.where(valid[:, None], x, 0).sum(0) / valid.sum()"
+            f"{where_valid(ndim(x), d, 'x', '0')}.{_sum_over(over, ndim(x))}"
             if call.name in ("mean", "var", "std", "var_mean")
             else "Return the rows, and do it outside; or say that it is undone: fg.trust_rows(x)"
         )
@@ -368,6 +375,6 @@ def scaled_dot_product(call: OpCall) -> Kept:
             raise Mixes(
                 f"attends over {call.dim(key, last)}, and the {name} of padding may be NaN or "
                 "infinite, which the mask multiplies by 0: NaN in every row. Let them be 0: "
-                f"{valid(call.dim(key, last))}torch.where(valid[:, None], {name}, 0)"
+                f"{valid(call.dim(key, last))}{where_valid(ndim(x), ndim(x) - 2, name, '0')}"
             )
     return Kept()

@@ -28,7 +28,7 @@ def part_kernel(
 ):  # fmt: skip
     """The best of `many` blocks of a row, which comes as integers."""
     overlap(EARLY)
-    part, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)  # of the first, any number
     c = tl.arange(0, BLOCK)
     least = tl.full((BLOCK,), -(2**63), tl.int64)
     top = least
@@ -73,7 +73,7 @@ def row_max(x: Tensor, keepdim: bool) -> tuple[Tensor, Tensor]:
     best = x.new_empty((T, blocks), dtype=torch.int64)
     x_row = rows.stride(0) if T > 1 else V
     launch(
-        part_kernel, (parts, T), (rows.view(whole),), (best,), (many, x_row), early=True,
+        part_kernel, (T, parts), (rows.view(whole),), (best,), (many, x_row), early=True,
         V=V, MOST=blocks, BLOCK=BLOCK, MOST_BITS=torch.iinfo(whole).max, INFINITE=INFINITE[x.dtype],
     )  # fmt: skip
     launch(

@@ -587,6 +587,50 @@ def test_a_literal_that_a_turn_writes_is_new_at_each(recorder_name: str):
         assert fast(state, batch)[0].tolist() == forward(state, batch)[0].tolist() == [15, 22]
 
 
+LAID: dict[str, Any] = {  # of q (2, 3), contiguous
+    "a result of cond, by its memory": lambda q: torch.as_strided(
+        fg.cond(q.sum() > 0, lambda: q.t(), lambda: q.t() * 2), (6,), (1,)
+    ),
+    "a result of cond, asked": lambda q: by_layout(
+        fg.cond(q.sum() > 0, lambda: q.t(), lambda: q.t())
+    ),
+    "rows of xs, by their memory": lambda q: fg.scan(
+        lambda c, r: (c + torch.as_strided(r, (2,), (1,)), None), q.new_zeros(2), q.t()
+    )[0],
+    "rows of xs, asked": lambda q: fg.scan(
+        lambda c, r: (c + by_layout(r), None), q.new_zeros(2), q.t()
+    )[0],
+    "rows that are stacked": lambda q: by_layout(
+        fg.scan(lambda c, r: (c, q.t()), q.new_zeros(()), None, length=2)[1]
+    ),
+    "a square carry that comes back transposed": lambda q: fg.fori_loop(
+        0, 3, lambda i, c: c.t(), q[:, :2] * 1
+    ),
+    "and is not contiguous at first": lambda q: fg.fori_loop(
+        0, 3, lambda i, c: c.t() + i, q[:, :2].t() * 1
+    ),
+}
+
+
+def by_layout(x: torch.Tensor) -> torch.Tensor:
+    """Other numbers of a tensor that is not contiguous."""
+    return x * 1 if x.is_contiguous() else x * 10
+
+
+@pytest.mark.parametrize("modes", ["FULL", "NONE"])
+@pytest.mark.parametrize("what", LAID)
+def test_what_loops_hand_over_lies_as_without_a_graph(what: str, modes: Any, recorder_name: str):
+    device, fn = DEVICES[recorder_name], LAID[what]
+    q = torch.arange(6.0, device=device).view(2, 3)
+
+    def forward(w: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return fn(q * w) * 1
+
+    w = torch.full((), 2.0, device=device)
+    fast = fg.graphify(forward, stage="q", modes=modes, recorder=recorder_name)
+    torch.testing.assert_close(fast(w, q), forward(w, q), rtol=0, atol=0)
+
+
 def test_a_written_carry_lies_where_it_began():
     """Its views and writes are said to be of that storage, at their places in it."""
 

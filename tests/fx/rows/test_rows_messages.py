@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toys
-from rows_given import INF, T_of, check, graphified, masked, output, params, real, trace
+from rows_given import INF, T_of, check, graphified, masked, output, params, real, rows, trace
 
 import fngraph as fg
 from fngraph.errors import RowsError
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     ),
     "amax of ints": (
         lambda x, p, b: b.token_ids.amax(0),
-        VALID + "torch.iinfo(x.dtype).min)",
+        "valid = b.slot_mapping >= 0; torch.where(valid, x, torch.iinfo(x.dtype).min)",
         lambda x, p, b: torch.where(real(b), b.token_ids, torch.iinfo(b.token_ids.dtype).min).amax(
             0
         ),
@@ -143,7 +143,7 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     ),
     "elements in their order": (
         lambda x, p, b: x.masked_scatter(x > 0, p["w"]),
-        "Let the mask be false there: valid = b.slot_mapping >= 0; mask & valid[:, None]",
+        "be false there: valid = b.slot_mapping >= 0; torch.where(valid[:, None], mask, False)",
         lambda x, p, b: x.masked_scatter((x > 99) & real(b)[:, None], p["w"]),
     ),
     "unpooled": (
@@ -177,6 +177,45 @@ def test_the_fix_in_the_message_works(name: str) -> None:
         trace(output(refused))
     assert says in str(caught.value)
     check(output(fixed))
+
+
+RANKS: dict[str, Any] = {
+    "1": lambda x: x[:, 0],
+    "2": lambda x: x,
+    "3": lambda x: x.view(-1, 2, 4),
+    "4, by another dim": lambda x: x.view(-1, 2, 2, 2).movedim(0, 1),
+}
+OVER: dict[str, Any] = {
+    "sum": lambda x, d: x.sum(d),
+    "sum of all": lambda x, d: x.sum(),
+    "max": lambda x, d: x.amax(d),
+    "argmax": lambda x, d: x.argmax(d),
+    "softmax": lambda x, d: x.softmax(d),
+    "mean": lambda x, d: x.mean(d),
+    "mean of all": lambda x, d: x.mean(),
+}
+
+
+@pytest.mark.parametrize("op", OVER)
+@pytest.mark.parametrize("rank", RANKS)
+def test_the_fix_works_as_it_is_written_for_a_tensor_of_any_rank(rank: str, op: str) -> None:
+    """It is run: a mask that is broadcast to another shape would be accepted, and wrong."""
+    shaped, over, d = RANKS[rank], OVER[op], int("other" in rank)
+    with pytest.raises(RowsError) as caught:
+        trace(output(lambda x, p, b: over(shaped(x), d)))
+    fix = str(caught.value).partition("; ")[2].partition(". It reaches")[0]
+    assert fix.startswith("torch.where(valid")
+    fix = fix.replace("<elements of a row>", str(shaped(torch.zeros(1, 8)).numel()))
+
+    def fixed(x: Any, p: Any, b: Any) -> Any:
+        x = shaped(x)
+        made = eval(fix, {"torch": torch, "x": x, "valid": real(b)})
+        return made if "mean" in op else over(made, d)
+
+    check(output(fixed))
+    p, b = params(), toys.batch(3)
+    x = rows(p, b)
+    torch.testing.assert_close(fixed(x, p, b), over(shaped(x), d))
 
 
 def test_the_fix_for_writes_works() -> None:

@@ -39,27 +39,27 @@ def plan_model(
 
     Raises:
         SizesError: budgets or numbers of sequences that do not ascend; both budgets and a
-            histogram, or one without a run; limits that leave nothing; one value for several paths;
-            sequences of a path whose `unit` says how many there are.
+            histogram, or one without a run, or `num_budgets` without one; limits that leave
+            nothing; one value for several paths; sequences of a path whose `unit` says how many
+            there are.
         SpecError: an argument of another kind.
     """
     if budgets is not None and histogram is not None:
         raise SizesError(
             "budgets= and histogram= both say which budgets there are. Pass one of them."
         )
+    if num_budgets is not None and num_budgets < 1:
+        raise SizesError(f"num_budgets={num_budgets} leaves no budget. Pass 1 or more.")
     if num_budgets is not None and histogram is None:
         raise SizesError(
             f"num_budgets={num_budgets} is how many budgets a histogram may ask for, and there is "
             "none. Pass histogram= as well, or budgets=, which says them."
         )
-    num_budgets = BUDGETS if num_budgets is None else num_budgets
-    if num_budgets < 1:
-        raise SizesError(f"num_budgets={num_budgets} leaves no budget. Pass 1 or more.")
     low, high = model.token_range
     high = high if max_tokens is None else min(high, max_tokens)
     own = {path: tuple(given) for path, given in _by_path("budgets", budgets, model).items()}
     for path, seen in _by_path("histogram", histogram, model).items():
-        own[path] = _planned(path, model.paths[path], seen, num_budgets, high)
+        own[path] = _planned(path, model.paths[path], seen, num_budgets or BUDGETS, high)
     paths = {
         name: Path(path.min_budget, path.allow_zero, path.unit, own.get(name))
         for name, path in model.paths.items()

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from fngraph.core import BatchDescriptor, HostBounds, Mode, Support
-from fngraph.core.program import Instruction
+from fngraph.core.buffers import Dim
+from fngraph.core.program import Instruction, Program
 from fngraph.core.text import did_you_mean
 from fngraph.errors import BackendError, OperatorError
 from fngraph.fx.leaves import Leaf
@@ -109,6 +110,24 @@ class PrimitiveCall:
             args[i] = tensor
         planner = self.planners.get(backend.name)
         return tuple(args), {} if planner is None else {"plan": planner.buffers(key)}
+
+
+def divided(program: Program, calls: Sequence[PrimitiveCall]) -> dict[int, Dim]:
+    """Inputs of a program that tell a primitive where sequences begin, by their number, and the
+    rows that these are of.
+
+    Args:
+        calls: one a cut, in order.
+    """
+    found = dict[int, Dim]()
+    for one, call in zip((x for x in program.instructions if x.cut), calls, strict=True):
+        if call.primitive.offsets is not None:
+            names = [x.name for x in call.primitive.op._schema.arguments]
+            place = call.cut.places.index(names.index(call.primitive.offsets))
+            rows = call.cut.row_dims[0]
+            if one.reads[place] < program.num_inputs and rows is not None:
+                found[one.reads[place]] = rows
+    return found
 
 
 class Asked:

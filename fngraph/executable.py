@@ -104,6 +104,8 @@ class Executable:
         asked: which of "grad" and "inference" mode `forward` has asked for.
         dirty: index of an output to its elements that are not bare `forward`'s, kept for padding.
         peers: the processes that its collectives meet; None: it has none.
+        divided: index of a leaf that tells a primitive where sequences begin, to the rows that they
+            are of.
     """
 
     args: Arguments
@@ -135,6 +137,7 @@ class Executable:
     asked: frozenset[str] = frozenset()
     dirty: Mapping[int, Boxes] = dataclasses.field(default_factory=dict)
     peers: Peers | None = None
+    divided: Mapping[int, Dim] = dataclasses.field(default_factory=dict)
 
     def sizes(self, descriptor: BatchDescriptor) -> dict[str, int]:
         """{"T": padded tokens, "R": padded requests, ...} of a key."""

@@ -27,6 +27,7 @@ from fngraph.calls import (
     check_within,
     choose,
     choose_within,
+    divided,
     one_by_one,
     with_planners,
 )
@@ -348,6 +349,7 @@ class Lowered:
             asked=traced.asked,
             dirty=traced.dirty,
             peers=self._peers(),
+            divided=divided(pieces.program, self.calls),
         )
 
     def _peers(self) -> Peers | None:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from fngraph.calls import PrimitiveCall
 from fngraph.core import BatchSpec, Buffer, BufferPlan, trees
 from fngraph.core.buffers import LAST, STRIDE, Dim
 from fngraph.errors import TreeError
@@ -126,13 +125,14 @@ class Poison:
 def make_poison(executable: Executable, static: StaticBuffers, loans: Loans) -> Poison:
     """The poison of an executable over its static buffers."""
     longest = max((len(x) for x in static.tensors if x.dim()), default=0)
-    device = executable.args.device
+    device, staged = executable.args.device, executable.args.of(Role.STAGED)
+    told = executable.divided
     return Poison(
         getattr(executable.args.signature.fn, "__name__", "a function"),
         loans,
         executable.plan,
         executable.limits.dims,
-        _divided(executable),
+        {i: told[leaf] for i, leaf in enumerate(staged) if leaf in told},
         _unrelied(executable),
         torch.zeros(len(static.tensors), dtype=torch.int64, device=device),
         torch.arange(longest, device=device),
@@ -148,19 +148,6 @@ def _check_least(plan: BufferPlan, leaves: Sequence[Any]) -> None:
                 raise TreeError(
                     f"{planned.path}: declared with min={least}, and this batch has {found}"
                 )
-
-
-def _divided(executable: Executable) -> dict[int, Dim]:
-    """For each staged leaf that tells a primitive where sequences begin, the rows they are of."""
-    staged = {leaf: i for i, leaf in enumerate(executable.args.of(Role.STAGED))}
-    found = dict[int, Dim]()
-    for one, fn in zip(executable.program.instructions, executable.fns):
-        if isinstance(fn, PrimitiveCall) and fn.primitive.offsets is not None:
-            cut, names = fn.cut, [x.name for x in fn.primitive.op._schema.arguments]
-            told = [names[place] for place in cut.places].index(fn.primitive.offsets)
-            if (leaf := staged.get(one.reads[told])) is not None and cut.row_dims[0] is not None:
-                found[leaf] = cut.row_dims[0]
-    return found
 
 
 def _check_offsets(

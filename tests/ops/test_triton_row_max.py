@@ -8,7 +8,7 @@ import torch
 from fused_cases import GPU, OPS, draw
 from triton_cases import WHERE
 
-from fngraph.ops.row_max import KINDS
+from fngraph.ops.row_max import KINDS, MOST_ROWS
 from fngraph.ops.triton import highest as kernels
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -72,6 +72,17 @@ def test_it_is_what_the_op_runs_on():
     assert torch.equal(indices, x.argmax(-1)) and torch.equal(values, x.amax(-1))
     assert OPS.row_max(x[:0], True)[0].shape == (0, 3, 1)
     assert OPS.row_max(x[0, 0, 0], True)[0].shape == ()
+
+
+@pytest.mark.skipif(not GPU, reason="of what the op runs on a GPU")
+@pytest.mark.parametrize(("rows", "ours"), [(MOST_ROWS, True), (MOST_ROWS + 1, False)])
+def test_many_rows_are_torch_s(rows: int, ours: bool, monkeypatch: pytest.MonkeyPatch):
+    launched: list[int] = []
+    launch = kernels.launch
+    monkeypatch.setattr(kernels, "launch", lambda *a, **b: (launched.append(1), launch(*a, **b)))
+    x = draw(rows, 5000).to(WHERE)
+    torch.testing.assert_close(OPS.row_max(x, False), tuple(x.max(-1)))
+    assert bool(launched) is ours
 
 
 @pytest.mark.skipif(not GPU, reason="many programs")

@@ -314,7 +314,7 @@ FLAGS = {
 )  # fmt: skip
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Each model, kept as it is done."""
-    found = []
+    found: list[dict[str, Any]] = []
     for name in args.models:
         found.append(several(name, args) if args.many else serving(name, args, found))
         write(args, found, unfinished=True)

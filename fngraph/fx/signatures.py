@@ -115,7 +115,7 @@ def _misfit(
     strange = [name for name in kwargs if name not in names]
     told = [f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"] * bool(missing)
     if len(args) > len(names):
-        told.append(f"{len(args)} were passed (what bind or a step has is not passed again)")
+        told.append(f"{len(args)} were passed (what was bound, if anything, is not passed again)")
     told += [f"{name!r} is none of them{_meant(name, names)}" for name in strange]
     told += [f"{name} was passed twice" for name in twice]
     return f"expected the arguments {', '.join(map(repr, names))}; {'; '.join(told)}"

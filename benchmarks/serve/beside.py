@@ -70,7 +70,8 @@ def _run(
     manager: Any, arrivals: Sequence[Arrival], name: str
 ) -> tuple[dict[int, float], dict[int, Any], float]:
     """When each came and what it gave, by numbers, and the seconds that all took."""
-    due, came, done = list(reversed(list(enumerate(arrivals)))), dict[int, float](), dict[int, Any]()
+    due = list(reversed(list(enumerate(arrivals))))
+    came, done = dict[int, float](), dict[int, Any]()
     clock, began = Clock(), time.perf_counter()
     while len(done) < len(arrivals):
         if due and len(done) == len(came):

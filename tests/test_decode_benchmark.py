@@ -368,6 +368,11 @@ JUDGED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         ["goal 7: 1B, batch 1, context 512: FULL-fused is off by 0.0130, the step by hand by",
          "the weakest point: 1B"],
     ),
+    "what is measured again is no other way": (
+        [row("FULL-fused", 0.8), row("FULL-fused, again", 0.7), row("gpt-fast", 0.8)],
+        ["goal 1: 1B, batch 1, context 512: 0.800 ms", "goal 3: 1B, batch 1, context 512: FULL-fu",
+         "the weakest point: 1B"],
+    ),
     "close to the bound": ([*GOOD, row("FULL-none", 5, 0.93, batch=8), LARGE[1]], []),
     "ours failed": (
         [*GOOD, {"model": "1B", "batch": 1, "context": 512, "way": "FULL-none", "failed": "X: y"}],

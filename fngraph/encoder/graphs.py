@@ -245,8 +245,9 @@ class Encoder:
         expect(Iterable, "a list of items", items=items)
         items = list(items)
         measured = self._measured(items)
-        together = self._bare if self.model.eager_because is not None else self._graphs
-        rows, ran = together(items, measured)
+        if self.model.eager_because is not None:
+            return  # a call runs item by item, and so would this
+        rows, ran = self._graphs(items, measured)
         alone, _ = self._bare(items, measured)
         for run in ran:
             for at in run.items:

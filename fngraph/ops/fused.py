@@ -12,6 +12,7 @@ round to fp8 behind are in `fused_fp8.py`.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -91,25 +92,29 @@ def define_fused(
     plain: Callable[..., Any],
     fake: Callable[..., Any],
     least: tuple[int, int] = (0, 0),
+    module: str = "fused",
+    takes: Callable[..., bool] = lambda *args: True,
 ) -> None:
-    """An op of the `fngraph` library: its plain form, but on CUDA `triton/fused.py`'s of its name.
+    """An op of the `fngraph` library: its plain form, but on CUDA the kernel of its name.
 
     Args:
         fake: results of the right shapes and dtypes.
         least: the capability of the first devices that its kernel is for.
+        module: of `fngraph.ops.triton`, where that is.
+        takes: whether the kernel is for these arguments.
     """
 
     @functools.cache
     def kernel(device: int) -> Callable[..., Any] | None:
         if missing("cuda") is not None or torch.cuda.get_device_capability(device) < least:
             return None
-        from fngraph.ops.triton import fused  # loads Triton
-
-        return getattr(fused, name)  # type: ignore[no-any-return]
+        found = importlib.import_module(f"fngraph.ops.triton.{module}")  # loads Triton
+        return getattr(found, name)  # type: ignore[no-any-return]
 
     def run(*args: Any) -> Any:
-        if args[0].is_cuda and (own := kernel(args[0].get_device())) is not None:
-            return own(*args)
+        if args[0].is_cuda and takes(*args):
+            if (own := kernel(args[0].get_device())) is not None:
+                return own(*args)
         made = plain(*args)
         whole = [x.contiguous() for x in (made if isinstance(made, tuple) else (made,))]
         return tuple(whole) if isinstance(made, tuple) else whole[0]

@@ -17,8 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fngraph.ops.opaque import define_op
-from fngraph.ops.triton.launching import missing
+from fngraph.ops.fused import define_fused
 
 SCHEMA = "(Tensor x, bool keepdim) -> (Tensor values, Tensor indices)"
 MOST_ROWS = 64
@@ -30,13 +29,8 @@ def _plain(x: Tensor, keepdim: bool) -> tuple[Tensor, Tensor]:
     return values, indices
 
 
-def _run(x: Tensor, keepdim: bool) -> tuple[Tensor, Tensor]:
-    takes = x.is_cuda and x.dtype in KINDS and x.dim() and x.shape[-1]
-    if not takes or x.numel() > MOST_ROWS * x.shape[-1] or missing("cuda"):
-        return _plain(x, keepdim)
-    from fngraph.ops.triton.highest import row_max  # loads Triton
-
-    return row_max(x, keepdim)
+def _takes(x: Tensor, keepdim: bool) -> bool:
+    return x.dtype in KINDS and x.dim() > 0 and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
 
 
 def _fake(x: Tensor, keepdim: bool) -> tuple[Tensor, Tensor]:
@@ -44,4 +38,4 @@ def _fake(x: Tensor, keepdim: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
 
 
-define_op("row_max", SCHEMA, _run, _fake, _plain)
+define_fused("row_max", SCHEMA, _plain, _fake, module="highest", takes=_takes)

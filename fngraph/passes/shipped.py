@@ -3,7 +3,7 @@
 | level | passes, if nothing is said |
 |---|---|
 | "none" | none: what runs is what was traced, bit for bit |
-| "pieces", "once" | no_ops, constants, of rope, attention, fp8, linears, experts, rows, products |
+| "pieces", "once" | all but those of norms and gates alone, and those over processes |
 | "stock" | the same without experts and linears, paired or not, and without those in fp8 |
 
 Inductor makes the fusions of norms, ropes and gates itself, with what is around them; an op of

@@ -103,12 +103,12 @@ def brief(x: torch.Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {shape} on {x.device}"
 
 
-def check_functions(call: str, takes: str | None, **given: Any) -> None:
+def check_functions(call: str, takes: str, **given: Any) -> None:
     """Raise TreeError for what is no function, or one of other arguments.
 
     Args:
         call: how it is called, `fg.scan(body, carry, xs)`.
-        takes: the functions' arguments, "carry, x"; None: the caller's own.
+        takes: the functions' arguments, "carry, x".
     """
     for name, function in given.items():
         if not callable(function):
@@ -120,14 +120,13 @@ def check_functions(call: str, takes: str | None, **given: Any) -> None:
         except ValueError:  # of C, which does not say
             continue
         except TypeError:
-            if takes is not None:
-                advice = "Both functions are given what comes behind them"
-                if not call.startswith("fg.cond"):
-                    advice = "A carry of several tensors is one tree: a, b = carry, in it"
-                raise TreeError(
-                    f"{user_line()}: {call}: {name} takes {own}, and is called as {name}({takes}). "
-                    f"{advice}"
-                ) from None
+            advice = "Both functions are given what comes behind them"
+            if not call.startswith("fg.cond"):
+                advice = "A carry of several tensors is one tree: a, b = carry, in it"
+            raise TreeError(
+                f"{user_line()}: {call}: {name} takes {own}, and is called as {name}({takes}). "
+                f"{advice}"
+            ) from None
 
 
 def check_pred(fn: str, what: str, pred: Any) -> torch.Tensor:

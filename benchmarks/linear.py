@@ -41,7 +41,7 @@ SHAPES = {  # of weights (N, K) that one launch reads, and what is around the pr
 TILES = ((1, 1024, 2), (1, 2048, 4), (2, 512, 2), (2, 512, 4), (2, 1024, 4), (2, 2048, 4),
          (2, 2048, 8), (4, 512, 4), (4, 1024, 4), (4, 1024, 8), (8, 512, 8))  # fmt: skip
 PARTED = ((16, 128, 4, 4), (16, 256, 4, 4), (16, 128, 8, 8), (16, 256, 8, 8), (32, 128, 4, 4),
-          (16, 128, 2, 2))  # fmt: skip  # on tensor cores, without norm and gate
+          (16, 128, 2, 2))  # fmt: skip  # on tensor cores, without a gate
 WIDE = ((64, 128, 1, 4, 6), (64, 128, 2, 4, 6), (64, 128, 4, 4, 5), (64, 64, 4, 4, 8),
         (64, 128, 2, 4, 3), (64, 128, 4, 4, 3), (32, 128, 2, 4, 6), (32, 256, 1, 4, 4),
         (64, 128, 2, 8, 6))  # fmt: skip  # sums of more rows
@@ -65,6 +65,8 @@ class Layer:
         width = sizes[0] if self.kind == "gate" else sum(sizes)
         self.more = draw(rows, width) if self.kind == "sum" else None
         self.out = draw(rows, width)
+        of_op = ops.fused_linear.tile_of(rows, K, self.kind == "gate", True)
+        self.apart = self.kind != "sum" and of_op is None  # whose norm is a launch of its own
 
     def fused(self, tile: Any) -> None:
         """Ours."""
@@ -72,28 +74,34 @@ class Layer:
             self._of_many(tile)
             return
         for weights in self.weights:
+            x, norm = self._normed() if self.apart else self.x, None
+            if not self.apart and self.kind != "sum":
+                norm = self.norm
             self.kernels.run(
-                self.x, weights, None if self.kind == "sum" else self.norm, self.more, self.out,
-                1e-5, tile, centred=False, gated=self.kind == "gate", held=True,
+                x, weights, norm, self.more, self.out, 1e-5, tile, centred=False,
+                gated=self.kind == "gate", held=True,
             )  # fmt: skip
 
     def _of_many(self, tile: Any) -> None:
-        for weights in self.weights:
+        for weights, whole in zip(self.weights, self.whole):
             if self.kind == "sum":
                 made = self.wide.summed(self.x, *weights, self.more, None, 0.0, False, tile)
                 self.out = made[0]
             else:
-                normed = torch.ops.fngraph.rms_norm(self.x, self.norm, 1e-5, False)
-                self.wide.gated(normed, weights, self.out, tile)
+                of = weights if self.kind == "gate" else [whole]
+                self.out = self.wide.product(self._normed(), of, tile)
+
+    def _normed(self) -> Tensor:
+        made: Tensor = torch.ops.fngraph.rms_norm(self.x, self.norm, 1e-5, False)
+        return made
 
     def usual(self) -> Any:
         """The tile that the op takes; None: cuBLAS's products."""
         (rows, K), gated, adds = self.x.shape, self.kind == "gate", self.kind == "sum"
-        tile = ops.fused_linear.tile_of(rows, K, gated, not adds, self.x.itemsize, adds)
-        if tile is not None or self.kind == "norm":
-            return tile
-        N = self.weights[0][0].shape[0]
-        return ops.fused_linear.wide_of(rows, K, N, gated, self.x.device, self.x.itemsize)
+        size, linear = self.x.itemsize, ops.fused_linear
+        tile = linear.tile_of(rows, K, gated, not adds and not self.apart, size, adds)
+        N = self.out.shape[1]
+        return tile or linear.wide_of(rows, K, N, gated, self.x.device, size, sums=adds)
 
     def products(self) -> None:
         """cuBLAS's, with nothing around."""
@@ -131,11 +139,12 @@ def point(name: str, rows: int, sweep: bool) -> Iterator[dict[str, Any]]:
     tiles = [usual] if usual else []
     if sweep and rows <= 4:
         tiles += [ops.fused_linear.Tile(*t) for t in TILES]
-    if sweep and 1 < rows <= 16 and layer.kind == "sum":
+    if sweep and 1 < rows <= 16 and layer.kind != "gate":
         tiles += [ops.fused_linear.Tile(*t) for t in PARTED]
-    if sweep and (layer.kind == "sum" or (rows > 2 and layer.kind == "gate")):
-        wide = WIDE if layer.kind == "sum" else WIDE_GATED
-        tiles += [ops.fused_linear.WideTile(*t) for t in wide]
+    if sweep and (layer.kind == "sum" or rows > 2):
+        wide = WIDE_GATED if layer.kind == "gate" else WIDE
+        of_kind = [t for t in wide if t[2] == 1 or layer.kind == "sum"]
+        tiles += [ops.fused_linear.WideTile(*t) for t in of_kind]
     found = []
     for tile in dict.fromkeys(tiles):
         row: dict[str, Any] = {

@@ -77,17 +77,20 @@ def tile_of(
 
     On an H200, TB/s of weights, ours and cuBLAS's alone, for Llama-1B's and 8B's layers: one row
     2.6 to 4.5 and 1.4 to 4.3. A layer of 1B takes 59 us at 8 rows, and 72 with a product by torch
-    before a residual; one of 8B takes 158 at two rows, and 190 without tensor cores. At 8 rows one
-    takes 160, and 151 with q, k and v by torch: 192 tiles leave a third of the processors idle.
+    before a residual; one of 8B takes 158 at two rows, and 190 without tensor cores. With q, k and
+    v in tiles of 16 rows of 4096 a step of 8B takes 4.41 ms at 8, 4.47 by cuBLAS, which lets
+    attention ask for no keys meanwhile, and 4.50 in tiles of 32: 192 leave processors idle.
     """
-    if T > FEW_ROWS or (T > 1 and K > 2048 and not gated and not adds):
+    if T > FEW_ROWS or (T > 1 and K > 2048 and normed and not gated):
         return None
     if T == 1:
         return _tile_of_one(K, gated, normed)
+    wide = lambda block: min(block * 2 // itemsize, power_of_two(-(-K // 4), at_least=16))  # noqa: E731
+    if K > 2048 and not gated and not adds:
+        return Tile(16, wide(128), 4, 4)
     if T == 2 and not gated and K <= (2048 if normed else 8192):
         tile = Tile(2, 2048, 4) if normed else Tile(4 if K >= 4096 else 2, 1024, 4)
         return tile._replace(block=min(tile.block, power_of_two(K)))
-    wide = lambda block: min(block * 2 // itemsize, power_of_two(-(-K // 4), at_least=16))  # noqa: E731
     if K > 8192:
         return Tile(16, wide(128), 4, 4)
     if gated:
@@ -107,20 +110,23 @@ def _tile_of_one(K: int, gated: bool, normed: bool) -> Tile:
 
 
 def wide_of(
-    T: int, K: int, N: int, gated: bool, device: torch.device, itemsize: int = 2
+    T: int, K: int, N: int, gated: bool, device: torch.device, itemsize: int = 2, sums: bool = True
 ) -> WideTile | None:
-    """Likewise for a gate, or a sum, by weights of N rows; None: what torch's product is for.
+    """Likewise for a gate, a sum, or neither, by N rows; None: what torch's product is for.
 
     On an H200, us at 64 rows, ours and cuBLAS's with what is around it (a sum, its addition and its
     norm; a gate): Llama-1B down 12.8 and 19.8, attention's 6.0 and 9.8, gate and up 19.5 and 22.1;
-    8B 34.6 and 42.7, 13.6 and 16.1, 62.6 and 66.2. For q, k and v it is no faster. With its down so
-    for one row too, a step of the 8B takes 5.44 ms on an H100, and 5.49 in one launch.
+    8B 34.6 and 42.7, 13.6 and 16.1, 62.6 and 66.2. With its down so for one row too, a step of the
+    8B takes 5.44 ms on an H100, and 5.49 in one launch. With q, k and v of 8B by it 5.59 ms at 64
+    rows on an H200, and 5.64 by cuBLAS; those of 1B leave most processors without a tile.
     """
     least = 1 if K > _LONG_ROW and not gated else 2
     if not least <= T <= MOST_ROWS or K < _LEAST_PART or itemsize != 2:
         return None
     tiles, split = -(-N // _WIDE_ROWS), 1
-    while not gated and split < 8 and tiles * split * 2 <= processors(device):
+    if not (gated or sums) and 3 * tiles < 2 * processors(device):
+        return None
+    while sums and not gated and split < 8 and tiles * split * 2 <= processors(device):
         if K // (split * 2) < _LEAST_PART:
             break
         split *= 2
@@ -177,22 +183,23 @@ def run(
     x, more = dense_rows(x), None if more is None else dense_rows(more)
     if norm is not None and x.dtype == torch.float16:  # in which x * norm may overflow
         x, norm = _OPS.rms_norm(x, norm, eps, centred), None
-    if (tile := few_of(x, weights, norm, more, gated)) is not None:
+    tile = few_of(x, weights, norm, more, gated)
+    if tile is None and norm is not None:
+        x, norm = _OPS.rms_norm(x, norm, eps, centred), None
+        tile = few_of(x, weights, norm, more, gated)
+    if tile is not None:
         from fngraph.ops.triton import skinny  # loads Triton
 
         out = x.new_empty(x.shape[0], weights[0].shape[0] if gated else _columns(weights))
         skinny.run(x, weights, norm, more, out, eps, tile, centred=centred, gated=gated, held=held)
         return out
-    x = x if norm is None else _OPS.rms_norm(x, norm, eps, centred)
     if (wide := wide_tile(x, weights, more, gated)) is None:
         return _by_torch(x, weights, more, gated)
     from fngraph.ops.triton import wide as kernels  # loads Triton
 
     if more is not None:
         return kernels.summed(x, weights[0], more, None, 0.0, False, wide)[0]
-    out = x.new_empty(x.shape[0], weights[0].shape[0])
-    kernels.gated(x, weights, out, wide)
-    return out
+    return kernels.product(x, weights if gated else [as_one(weights)], wide)
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -218,12 +225,14 @@ def few_of(
 def wide_tile(
     x: Tensor, weights: Sequence[Tensor], more: Tensor | None, gated: bool
 ) -> WideTile | None:
-    """The tile of a gate or of a sum, if that is the fastest."""
-    sums = more is not None and len(weights) == 1
-    if gated == sums or (gated and more is not None) or not _is_plain(x, weights):
+    """The tile of a gate, of a sum, or of a product alone, if that is the fastest."""
+    adds = more is not None
+    if not _is_plain(x, weights) or (adds and (gated or len(weights) > 1)):
         return None
-    (T, K), N = x.shape, weights[0].shape[0]
-    return wide_of(T, K, N, gated, x.device, x.itemsize)
+    if not gated and why_apart(weights) is not None:
+        return None
+    (T, K), N = x.shape, weights[0].shape[0] if gated else _columns(weights)
+    return wide_of(T, K, N, gated, x.device, x.itemsize, sums=adds)
 
 
 def _is_plain(x: Tensor, weights: Sequence[Tensor]) -> bool:

@@ -26,11 +26,13 @@ def weights(count: int, N: int, K: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("rows", [1, 16, 21, 64] if GPU else [3, 21])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_gate_is_near_to_torchs(rows: int, size: tuple[int, int]):
+def test_a_gate_and_a_product_are_near_to_torchs(rows: int, size: tuple[int, int]):
     x, ws = draw(rows, size[1] + 8, dtype=DTYPE).to(WHERE)[:, 8:], weights(2, *size)
-    out = x.new_full((rows, size[0]), float("nan"))
-    wide.gated(x, ws, out, TILES[0])
+    out = wide.product(x, ws, TILES[0])
     torch.testing.assert_close(out, plain(x, ws, None, None, 0.0, False, True), **CLOSE)
+    alone = wide.product(x, ws[:1], TILES[0])
+    assert alone.dtype == DTYPE
+    torch.testing.assert_close(alone, x @ ws[0].t(), **CLOSE)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"in {tile.split}")
@@ -59,5 +61,7 @@ def test_tiles_fill_the_processors_and_no_more():
         True, False, False, True,
     ]  # fmt: skip
     assert wide_of(64, 8192, 64, False, device, itemsize=4) is None
+    alone = [wide_of(64, 8192, 64 * n, False, device, sums=False) for n in (1, 87, 88, 2004)]
+    assert [tile and tile.split for tile in alone] == [None, None if GPU else 1, 1, 1]
     one_row = [wide_of(1, 14336, 4096, is_gated, device) is None for is_gated in (False, True)]
     assert one_row == [False, True]  # a gate of one row is one launch, however long

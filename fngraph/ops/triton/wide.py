@@ -9,6 +9,7 @@ the row is added to, and makes the row's norm, since it has all of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,14 +95,15 @@ def sum_kernel(
         tl.store(normed + t * E + e, made.to(kind), mask=real)
 
 
-def gated(x: Tensor, weights: list[Tensor], out: Tensor, tile: Any) -> None:
-    """silu(x @ a.t()) * (x @ b.t()) into out (T, N), of x (T, K) and weights a, b (N, K).
+def product(x: Tensor, weights: Sequence[Tensor], tile: Any) -> Tensor:
+    """x (T, K) @ a.t(), (T, N), of a weight a (N, K); of a and b silu(x @ a.t()) * (x @ b.t()).
 
     Args:
         tile: a `fused_linear.WideTile` of one part.
     """
-    a, b = weights
-    _launch(x, a, b, out, tile, gated=True)
+    out = x.new_empty(x.shape[0], weights[0].shape[0])
+    _launch(x, weights[0], weights[-1], out, tile, gated=len(weights) > 1)
+    return out
 
 
 def summed(

@@ -67,9 +67,9 @@ def made(D: int, folder: Path) -> list[str]:
     args = fg.ops.AttentionArgs(x, x[:, :4], x[:, :4], *cache, meta, torch.empty_like(x), config)
     unified.attend(args)
     few = args._replace(q=x[:2], k=x[:2, :4], v=x[:2, :4], out=torch.empty_like(x[:2]))
-    decode.attend(few, 1)  # a tile a split
-    long = meta._replace(block_tables=torch.zeros(2, 128, dtype=torch.int32))
-    decode.attend(few._replace(meta=long), 1)  # four
+    decode.attend(few, 1)  # two tiles a split
+    long = meta._replace(block_tables=torch.zeros(2, 512, dtype=torch.int32))
+    decode.attend(few._replace(meta=long), 1)  # eight
     return told
 
 

@@ -37,7 +37,9 @@ def attend(c: Any, Q: int, how: Any, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("Q", "pasts", "plain"), CASES)
-def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain):
+@pytest.mark.parametrize("tiles", [1, 2] if GPU else [None])  # of a split: both are read at once
+def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain, tiles):
+    keys = 32 // (tiles or (1 if plain else 2))
     dtype = torch.bfloat16 if GPU else torch.float32
     c = build(
         *((Q, past) for past in pasts), heads=(8, 2, 128) if GPU else (4, 2, 16), dtype=dtype,
@@ -58,7 +60,8 @@ def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain):
     warps = (1, 2, 4) if GPU else (4,)
     for num_warps in warps:
         for many, each in WAYS:
-            how = triton_decode.How(Tile(16, 32, num_warps, 3 if GPU else 1), 32, 2, many, each)
+            tile = Tile(16, keys, num_warps, 3 if GPU else 1)
+            how = triton_decode.How(tile, 32, 2, many, each)
             found.append(attend(c, Q, how, **options))
     assert all(x.equal(found[0]) for x in found[1:])
     assert found[0][-Q:].eq(0).all()

@@ -142,18 +142,24 @@ def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
     """
     rows = power_of_two(rows, at_least=16)
     width = power_of_two(config.head_dim, at_least=16)
+    exact, large = compute_dtype(config) == torch.float32, rows > 16 or width > 128
     split = next(split for most, split in LENGTHS if widest <= most)
-    keys = 64 if widest <= SHORT and width <= 128 else 32
+    keys = 64 if widest <= SHORT and width <= 128 and not exact else 32
+    if width > 128 and widest <= 1024 and not exact:
+        split = 64
     splits = -(-widest // split)
     many = 0 if pairs >= places else SPLITS * places // pairs
-    if compute_dtype(config) == torch.float32:
-        tile = Tile(rows, 32, 4, 1)
-    elif width > 128 or rows > 16 or pairs * splits <= places:  # few programs: 1 x 512 gains 6 %
-        tile = Tile(rows, keys, 4, 3)
-    else:  # of wide heads three stages leave a processor two programs: 64 x 512 gains 11 of 48 us
-        tile = Tile(rows, keys, 2, 2 if keys * width > 4096 and pairs >= places else 3)
-    how = How(tile, split, 4 if rows <= 32 and width <= 128 else 2, None)
-    if many >= splits:
+    whole = many >= splits  # a split a program
+    few = whole and split <= 2 * keys
+    warps = 4 if large or few or pairs * splits <= places or (keys == 64 and pairs < places) else 2
+    # of wide heads three stages leave a processor two programs: 64 x 512 gains 11 of 48 us
+    stages = 2 if keys * width > 4096 and width <= 128 else 3
+    programs = 4 if rows <= 32 and width <= 128 else 2
+    if few or (stages == 2 and warps == 4):
+        programs = 2 if large else 3
+    tile = Tile(rows, keys, 4, 1) if exact else Tile(rows, keys, warps, stages)
+    how = How(tile, split, programs, None)
+    if whole:
         return how
     how = how._replace(many=many)
     return how._replace(each=shared(how.units(widest), -(-splits // SPLITS), pairs, places))
@@ -172,9 +178,10 @@ def shared(units: int, spans: int, pairs: int, places: int) -> int | None:
 
 
 # Keys in the table, in a split: on an H200 1 x 4096 takes 8.5 us by 128, 9.8 by 256; 1 x 32768
-# 40 by 512, 51 by 256. A step of Llama-1B at 512, 0.80 ms by 64, 0.82 by 128 in tiles of 32.
-SHORT = 1024
-LENGTHS = ((SHORT, 64), (4096, 128), (16384, 256), (float("inf"), 512))
+# 40 by 512, 51 by 256. Tiles of 64 keys bring steps of 8 x 4096 from 5.71 to 5.47 ms (8B) and from
+# 1.43 to 1.37 (1B); longer requests gain nothing by them.
+SHORT = 4096
+LENGTHS = ((SHORT, 128), (16384, 256), (float("inf"), 512))
 # Programs of a multiprocessor: 8 x 4096 takes 40 us by 2, 44 by 4; 64 x 512 in a table for 131072
 # 52 by 64, 61 by 124.
 FILL, MOST = 2, 64
@@ -201,8 +208,7 @@ def split_kernel(
 
     What is read before the wait are integers of the batch, which no kernel that starts the next
     one early writes; keys and values are asked for by then, and read behind it. Where a unit is one
-    tile (ONE), they are read before the next kernel begins, whose weights would be in front: of 512
-    tokens a layer of 8B takes 1.1 us less so at one request on an H200, and 3.5 at eight.
+    tile or two (FEW), they are read before the next kernel begins, whose weights would be in front.
     """
     head = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1)
@@ -225,16 +231,20 @@ def split_kernel(
     v_cache += head * by_step(v_head, STEP)
     k_block, k_slot = by_step(k_block, STEP), by_step(k_slot, STEP)
     v_block, v_slot = by_step(v_block, STEP), by_step(v_slot, STEP)
-    ONE: tl.constexpr = SPLIT == KEYS and SPAN == SPLIT and not SHARED
-    at_key = first // size * size + unit * size + tl.arange(0, SPLIT)
-    n = within(at_key, first, length)
-    block = tl.load(table + n // SIZE, mask=count > unit, other=0).to(tl.int64)
-    k_rows = k_cache + block * k_block + n % SIZE * k_slot
-    v_rows = v_cache + block * v_block + n % SIZE * v_slot
+    FIT: tl.constexpr = ROWS * WIDTH <= 8192  # with two tiles in registers
+    FEW: tl.constexpr = FIT and SPLIT <= 2 * KEYS and SPAN == SPLIT and not SHARED
+    key = first // size * size + unit * size
     if EARLY:
         if count > unit:
-            ask_for_rows(k_rows, D)
-            ask_for_rows(v_rows, D)
+            n = within(key + tl.arange(0, SPLIT), first, length)
+            block = tl.load(table + n // SIZE).to(tl.int64)
+            ask_for_rows(k_cache + block * k_block + n % SIZE * k_slot, D)
+            ask_for_rows(v_cache + block * v_block + n % SIZE * v_slot, D)
+    blocks, keys, values = (), (), ()
+    if FEW:
+        for tile in tl.static_range(SPLIT // KEYS):
+            n, live = seen(key + tile * KEYS, first, length, KEYS)
+            blocks += (tl.load(table + n // SIZE, mask=live, other=0),)  # type: ignore[assignment]
     wait(EARLY)
     if unit == 0:  # rows past the last request; with FINAL always
         row = r * Q + m // GROUP
@@ -252,10 +262,15 @@ def split_kernel(
     out_at = (token * out_row + query_head * out_head)[:, None] + d[None, :]
     pair = (r.to(tl.int64) * HEADS + head) * UNITS * (Q * GROUP)  # the first of its sums
     units = tl.minimum(count, UNITS)  # a length past the table must not reach what is another's
-    if ONE:
-        live = (at_key >= first) & (at_key < length)
-        k = tl.load(k_rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
-        v = tl.load(v_rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+    if FEW:
+        for tile in tl.static_range(SPLIT // KEYS):
+            n, live = seen(key + tile * KEYS, first, length, KEYS)
+            block, row = blocks[tile].to(tl.int64), n % SIZE
+            k_at = (block * k_block + row * k_slot)[:, None] + d[None, :]
+            v_at = k_at if ALIKE else (block * v_block + row * v_slot)[:, None] + d[None, :]
+            mask = live[:, None] & (d < D)[None, :]
+            keys += (tl.load(k_cache + k_at, mask=mask, other=0.0),)
+            values += (tl.load(v_cache + v_at, mask=mask, other=0.0),)
     let_next(EARLY)  # not before: weights that it reads ahead would be in front of these
     alone = units <= 1  # whose sums are the result; one program, too, for tokens that see no key
     rounds = 1
@@ -269,11 +284,15 @@ def split_kernel(
         last = tl.minimum(length, key + size)
         query = x.to(tl.float32) if FLOAT32 else x
         position = length - new + m // GROUP
-        if ONE:
-            acc, top, weights = sum_tile(
-                query, k, v, at_key, live, position, *nothing(ROWS, WIDTH), scale * by_k, softcap,
-                window, CAUSAL, WINDOW, SOFTCAP, KEYS, Q,
-            )  # fmt: skip
+        if FEW:
+            acc, top, weights = nothing(ROWS, WIDTH)
+            for tile in tl.static_range(SPLIT // KEYS):
+                n, live = seen(key + tile * KEYS, first, length, KEYS)
+                acc, top, weights = sum_tile(
+                    query, keys[tile], values[tile], n.to(tl.int32), live, position,
+                    acc, top, weights, scale * by_k, softcap, window,
+                    CAUSAL, WINDOW, SOFTCAP, KEYS, Q,
+                )  # fmt: skip
             total = tl.max(weights, 1)
         else:
             acc, top, total = sum_keys(
@@ -381,6 +400,13 @@ def nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """A split's sums before its first tile: values, largest scores, weights 16 times."""
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     return tl.zeros((ROWS, WIDTH), tl.float32), top, tl.zeros((ROWS, 16), tl.float32)
+
+
+@triton.jit
+def seen(begin, first, length, KEYS: tl.constexpr):
+    """The keys of a tile, and which of them are first <= n < length."""
+    n = begin + tl.arange(0, KEYS)
+    return n.to(tl.uint32), (n >= first) & (n < length)
 
 
 @triton.jit

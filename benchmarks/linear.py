@@ -74,9 +74,8 @@ class Layer:
             self._of_many(tile)
             return
         for weights in self.weights:
-            x, norm = self._normed() if self.apart else self.x, None
-            if not self.apart and self.kind != "sum":
-                norm = self.norm
+            x = self._normed() if self.apart else self.x
+            norm = None if self.apart or self.kind == "sum" else self.norm
             self.kernels.run(
                 x, weights, norm, self.more, self.out, 1e-5, tile, centred=False,
                 gated=self.kind == "gate", held=True,

@@ -5,8 +5,8 @@
 
 Its plain form is the torch ops that it stands for in their order, and what runs on the CPU, bit for
 bit. On CUDA few rows, which is decoding, are one launch (`triton/skinny.py`); of up to 64 a gate is
-one too, and a sum two (`triton/wide.py`). All else is matrix products by torch between the kernels
-of `fused.py`. Each rounds where the plain form rounds, but for the norm's scale, which few rows
+one too, as is a product alone of weights with many rows, and a sum two (`triton/wide.py`). All else
+is matrix products by torch between the kernels of `fused.py`. Each rounds where the plain form rounds, but for the norm's scale, which few rows
 apply to the sums, and adds up in another order.
 
 Gradients, tangents and `torch.func` go through the plain form.
@@ -229,10 +229,9 @@ def wide_tile(
     adds = more is not None
     if not _is_plain(x, weights) or (adds and (gated or len(weights) > 1)):
         return None
-    if not gated and why_apart(weights) is not None:
-        return None
     (T, K), N = x.shape, weights[0].shape[0] if gated else _columns(weights)
-    return wide_of(T, K, N, gated, x.device, x.itemsize, sums=adds)
+    tile = wide_of(T, K, N, gated, x.device, x.itemsize, sums=adds)
+    return tile if tile is None or gated or why_apart(weights) is None else None
 
 
 def _is_plain(x: Tensor, weights: Sequence[Tensor]) -> bool:

@@ -145,12 +145,11 @@ def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
     exact, large = compute_dtype(config) == torch.float32, rows > 16 or width > 128
     split = next(split for most, split in LENGTHS if widest <= most)
     keys = 64 if widest <= SHORT and width <= 128 and not exact else 32
-    if width > 128 and widest <= 1024 and not exact:
-        split = 64
+    if width > 128 and widest <= SHORT // 4 and not exact:
+        split = 2 * keys
     splits = -(-widest // split)
     many = 0 if pairs >= places else SPLITS * places // pairs
-    whole = many >= splits  # a split a program
-    few = whole and split <= 2 * keys
+    few = many >= splits and split <= 2 * keys  # FEW, in registers: 164 a thread
     warps = 4 if large or few or pairs * splits <= places or (keys == 64 and pairs < places) else 2
     # of wide heads three stages leave a processor two programs: 64 x 512 gains 11 of 48 us
     stages = 2 if keys * width > 4096 and width <= 128 else 3
@@ -159,7 +158,7 @@ def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
         programs = 2 if large else 3
     tile = Tile(rows, keys, 4, 1) if exact else Tile(rows, keys, warps, stages)
     how = How(tile, split, programs, None)
-    if whole:
+    if many >= splits:
         return how
     how = how._replace(many=many)
     return how._replace(each=shared(how.units(widest), -(-splits // SPLITS), pairs, places))

@@ -146,7 +146,7 @@ def traced(forward: Callable[..., Any], x: Tensor, passes: Any) -> Any:
     return graphified(forward, passes).trace(PARAMS, batch=x)
 
 
-@pytest.mark.sampled("-0")
+@pytest.mark.sampled("d-0", "norm-0", "pairs-0", "halves-0", "layer-0")
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("forward", PROGRAMS, ids=lambda f: f.__name__)
 def test_a_write_anywhere_is_seen(forward: Callable[..., Any], part: int) -> None:

@@ -141,7 +141,7 @@ def clocked(call: Callable[[], Any], repeats: int, device: str) -> dict[str, flo
 def agreement_rows(task: Task, repeats: int) -> list[Row]:
     """What the host spends on a step of the first batch, on comparing it with the others before,
     and on the same over gloo, as between hosts. By turns: a neighbour changes all of them. All come
-    to each at one moment, but to `late`, which has what they wait for each other behind a barrier."""
+    to each at one moment, but to `late`, in which they wait for each other behind a barrier."""
     step, cache = captured_step(task, "FULL-fused")
     batch = task.batch(task.batches[0])
     board, group = fg.make_board(dist.group.WORLD, 60.0), dist.group.WORLD

@@ -6,8 +6,8 @@
 Its plain form is the torch ops that it stands for in their order, and what runs on the CPU, bit for
 bit. On CUDA few rows, which is decoding, are one launch (`triton/skinny.py`); of up to 64 a gate is
 one too, as is a product alone of weights with many rows, and a sum two (`triton/wide.py`). All else
-is matrix products by torch between the kernels of `fused.py`. Each rounds where the plain form rounds, but for the norm's scale, which few rows
-apply to the sums, and adds up in another order.
+is matrix products by torch between the kernels of `fused.py`. Each rounds where the plain form
+rounds, but for the norm's scale, which few rows apply to the sums, and adds up in another order.
 
 Gradients, tangents and `torch.func` go through the plain form.
 """

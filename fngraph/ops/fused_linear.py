@@ -124,7 +124,7 @@ def wide_of(
     if not least <= T <= MOST_ROWS or K < _LEAST_PART or itemsize != 2:
         return None
     tiles, split = -(-N // _WIDE_ROWS), 1
-    if not (gated or sums) and 3 * tiles < 2 * processors(device):
+    if not (gated or sums) and (K <= 2048 or 3 * tiles < 2 * processors(device)):
         return None
     while sums and not gated and split < 8 and tiles * split * 2 <= processors(device):
         if K // (split * 2) < _LEAST_PART:

@@ -39,9 +39,12 @@ def watch(folder: Path, *modules: Any) -> list[str]:
         options |= {} if early is None else {"EARLY": early}
         found = compiled_for_h100(kernel, *given, **options)
         assert found.metadata.shared <= SHARED
-        ahead = len(re.findall(ASYNC, found.asm["ptx"])) or len(
-            re.findall(WIDE, found.asm["ptx"].partition("griddepcontrol.launch_dependents")[0])
-        )
+        ptx = found.asm["ptx"]
+        ahead = len(re.findall(ASYNC, ptx))
+        if not ahead:
+            before, lets, _ = ptx.partition("griddepcontrol.launch_dependents")
+            assert lets, kernel.fn.__name__
+            ahead = len(re.findall(WIDE, before))
         told.append(f"{kernel.fn.__name__} {ahead} {spilled(found, folder)}")
 
     for module in modules:

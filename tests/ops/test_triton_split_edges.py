@@ -15,17 +15,17 @@ if triton_launch.missing() is None:
     from fngraph.ops.triton.keys import Tile
 
 
-@pytest.mark.parametrize("each", [None, 1])
-def test_a_length_past_the_table_writes_into_nobody_s_memory(each):
+@pytest.mark.parametrize(("many", "each"), [(0, None), (0, 1), (None, None)])
+def test_a_length_past_the_table_writes_into_nobody_s_memory(many, each):
     """Of the request that has it, the result is anything; there is room for units of the table."""
-    B = 32  # 512 keys: two spans
+    B = 32  # 512 keys: two spans, or 16 splits
     c = build((1, 100), (1, 300), heads=(4, 2, 16), block_size=16, query_len=1, B=B)
     run("reference", c, 1)
     tables = c.meta.block_tables.repeat(1, 5)  # what lies behind the columns names blocks, too
     c.meta = c.meta._replace(block_tables=tables[:, :B])
     for cache in (c.k_cache, c.v_cache):
         cache.nan_to_num_()
-    how = triton_decode.How(Tile(16, 32, 4, 1), 32, 2, 0, each)
+    how = triton_decode.How(Tile(16, 32, 4, 1), 32, 2, many, each)
     want = attend(c, 1, how)
     c.meta.seq_lens[1] = 1200
     room = torch.zeros(4_000_000, device=WHERE)  # sums within it: writes past them are seen
@@ -43,7 +43,7 @@ def test_a_length_past_the_table_writes_into_nobody_s_memory(each):
         patch.setattr(triton_decode, "empty", empty)
         found = attend(c, 1, how)
     assert found[0].equal(want[0])
-    written = room[2 * 2 * 2 * 2 * 16 : 1_000_000].count_nonzero()
+    written = room[2 * 2 * how.units(16 * B) * 2 * 16 : 1_000_000].count_nonzero()
     assert not written, f"{written} numbers past the end of the sums"
 
 

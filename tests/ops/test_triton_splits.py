@@ -56,14 +56,23 @@ def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain, tiles):
             "v_scale": torch.rand(2).to(WHERE) + 0.5, "k_scale": torch.tensor(0.7).to(WHERE),
         }  # fmt: skip
     run("reference", c, Q, **options)  # writes the caches
-    found = []
+    c.v_cache = torch.cat([c.v_cache] * 2, -1)[..., : c.v_cache.shape[-1]]  # of other strides
+    found, hows = [], []
     warps = (1, 2, 4) if GPU else (4,)
     for num_warps in warps:
         for many, each in WAYS:
             tile = Tile(16, keys, num_warps, 3 if GPU else 1)
             how = triton_decode.How(tile, 32, 2, many, each)
+            hows.append(how)
             found.append(attend(c, Q, how, **options))
     assert all(x.equal(found[0]) for x in found[1:])
+    # what is not finite is so in every way too: in keys and values of a tile that is not full
+    if not plain:
+        block = c.meta.block_tables[0, (pasts[0] + Q - 1) // 16]
+        c.v_cache[block, (pasts[0] + Q - 1) % 16, :, 1] = torch.inf
+        odd = [attend(c, Q, how, **options) for how in hows]
+        assert all(torch.equal(x.nan_to_num(), odd[0].nan_to_num()) for x in odd)
+        assert not odd[0].isfinite().all()
     assert found[0][-Q:].eq(0).all()
     assert worst_row(found[0], right(c, **options)) < (1e-2 if GPU else 1e-5)
 

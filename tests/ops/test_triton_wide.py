@@ -8,9 +8,10 @@ import torch
 from fused_cases import draw
 from triton_cases import GPU, WHERE
 
+from fngraph.ops import fused_linear
 from fngraph.ops.fused import plain_rms_norm
 from fngraph.ops.fused_linear import WideTile, plain, wide_of
-from fngraph.ops.triton import wide
+from fngraph.ops.triton import skinny, wide
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 # Interpreted, products are in float32: bfloat16 is not known there
@@ -50,6 +51,27 @@ def test_a_sum_and_its_norm_are_near_to_torchs(tile: WideTile, centred: bool | N
             torch.testing.assert_close(normed, want, **CLOSE)
 
 
+@pytest.mark.parametrize("rows", [2, 8, 9, 64])
+def test_a_product_alone_goes_to_its_kernel_and_is_of_all_weights(rows: int, monkeypatch):
+    """Of q, k and v with a norm, which is made apart; such that lie apart are torch's from 9 on."""
+    ran = []
+    half = torch.bfloat16 if GPU else torch.float16  # interpreted, the one half precision
+    for module, name in ((skinny, "run"), (wide, "product"), (fused_linear, "_by_torch")):
+        was = getattr(module, name)
+        spy = lambda *given, was=was, name=name, **how: (ran.append(name), was(*given, **how))[1]  # noqa: E731
+        monkeypatch.setattr(module, name, spy)
+    monkeypatch.setattr(fused_linear, "has_kernels", lambda x: True)
+    K, sizes = 2176, (64 * 60, 64 * 20, 64 * 20) if GPU else (70, 40, 30)
+    whole = (draw(sum(sizes), K) / K**0.5).to(half).to(WHERE)
+    x, norm = draw(rows, K).to(half).to(WHERE), draw(K, seed=3).to(half).to(WHERE)
+    want = plain(x.float(), [whole.float()], norm.float(), None, 1e-5, False, False)
+    for weights in (list(whole.split(sizes)), [w.clone() for w in whole.split(sizes)]):
+        got = fused_linear.run(x, weights, norm, None, 1e-5, False, False, False, False)
+        assert got.shape == want.shape
+        assert (got.float() - want).norm() < 0.01 * want.norm()
+    assert ran == (["run", "run"] if rows <= 8 else ["product", "_by_torch"])
+
+
 def test_tiles_fill_the_processors_and_no_more():
     """Two processors on the CPU, 132 of an H200: columns are cut until that many have a part."""
     device = torch.device(WHERE, 0) if GPU else torch.device("cpu")
@@ -61,6 +83,7 @@ def test_tiles_fill_the_processors_and_no_more():
         True, False, False, True,
     ]  # fmt: skip
     assert wide_of(64, 8192, 64, False, device, itemsize=4) is None
+    assert wide_of(64, 2048, 64 * 2004, False, device, sums=False) is None
     alone = [wide_of(64, 8192, 64 * n, False, device, sums=False) for n in (1, 87, 88, 2004)]
     assert [tile and tile.split for tile in alone] == [None, None if GPU else 1, 1, 1]
     one_row = [wide_of(1, 14336, 4096, is_gated, device) is None for is_gated in (False, True)]

@@ -242,8 +242,8 @@ def split_kernel(
     blocks, keys, values = (), (), ()
     if FEW:
         for tile in tl.static_range(SPLIT // KEYS):
-            n, live = seen(key + tile * KEYS, first, length, KEYS)
-            blocks += (tl.load(table + n // SIZE, mask=live, other=0),)  # type: ignore[assignment]
+            n, _, some = seen(key + tile * KEYS, first, length, KEYS)
+            blocks += (tl.load(table + n // SIZE, mask=some, other=0),)  # type: ignore[assignment]
     wait(EARLY)
     if unit == 0:  # rows past the last request; with FINAL always
         row = r * Q + m // GROUP
@@ -263,11 +263,11 @@ def split_kernel(
     units = tl.minimum(count, UNITS)  # a length past the table must not reach what is another's
     if FEW:
         for tile in tl.static_range(SPLIT // KEYS):
-            n, live = seen(key + tile * KEYS, first, length, KEYS)
+            n, _, some = seen(key + tile * KEYS, first, length, KEYS)
             block, row = blocks[tile].to(tl.int64), n % SIZE
             k_at = (block * k_block + row * k_slot)[:, None] + d[None, :]
             v_at = k_at if ALIKE else (block * v_block + row * v_slot)[:, None] + d[None, :]
-            mask = live[:, None] & (d < D)[None, :]
+            mask = some[:, None] & (d < D)[None, :]
             keys += (tl.load(k_cache + k_at, mask=mask, other=0.0),)
             values += (tl.load(v_cache + v_at, mask=mask, other=0.0),)
     let_next(EARLY)  # not before: weights that it reads ahead would be in front of these
@@ -286,7 +286,7 @@ def split_kernel(
         if FEW:
             acc, top, weights = nothing(ROWS, WIDTH)
             for tile in tl.static_range(SPLIT // KEYS):
-                n, live = seen(key + tile * KEYS, first, length, KEYS)
+                n, live, _ = seen(key + tile * KEYS, first, length, KEYS)
                 acc, top, weights = sum_tile(
                     query, keys[tile], values[tile], n.to(tl.int32), live, position,
                     acc, top, weights, scale * by_k, softcap, window,
@@ -403,9 +403,11 @@ def nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def seen(begin, first, length, KEYS: tl.constexpr):
-    """The keys of a tile, and which of them are first <= n < length."""
+    """What `sum_keys` reads of a tile: the nearest keys first <= n < length; which of the tile's
+    are such themselves; whether any is, for each."""
     n = begin + tl.arange(0, KEYS)
-    return n.to(tl.uint32), (n >= first) & (n < length)
+    some = (begin + tl.zeros_like(n) < length) & (begin + KEYS + tl.zeros_like(n) > first)
+    return within(n, first, length), (n >= first) & (n < length), some
 
 
 @triton.jit

@@ -61,7 +61,7 @@ def test_every_histogram_of_small_counts_over_six_sizes_and_every_k():
             assert len(plan) <= k and planned_cost(histogram, plan) == least
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(SIZES), st.integers(0, 9), min_size=1),
     st.lists(st.integers(0, 40), min_size=12, max_size=12),

@@ -3,6 +3,8 @@ test_triton_interpreter.py. What they write is poisoned before."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fused_cases import draw
@@ -56,10 +58,19 @@ def test_a_product_alone_goes_to_its_kernel_and_is_of_all_weights(rows: int, mon
     """Of q, k and v with a norm, which is made apart; such that lie apart are torch's from 9 on."""
     ran = []
     half = torch.bfloat16 if GPU else torch.float16  # interpreted, the one half precision
-    for module, name in ((skinny, "run"), (wide, "product"), (fused_linear, "_by_torch")):
+
+    def watch(module: Any, name: str) -> None:
         was = getattr(module, name)
-        spy = lambda *given, was=was, name=name, **how: (ran.append(name), was(*given, **how))[1]  # noqa: E731
-        monkeypatch.setattr(module, name, spy)
+
+        def watched(*given: Any, **how: Any) -> Any:
+            ran.append(name)
+            return was(*given, **how)
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(skinny, "run")
+    watch(wide, "product")
+    watch(fused_linear, "_by_torch")
     monkeypatch.setattr(fused_linear, "has_kernels", lambda x: True)
     K, sizes = 2176, (64 * 60, 64 * 20, 64 * 20) if GPU else (70, 40, 30)
     whole = (draw(sum(sizes), K) / K**0.5).to(half).to(WHERE)

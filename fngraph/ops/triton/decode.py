@@ -239,7 +239,7 @@ def split_kernel(
             block = tl.load(table + n // SIZE).to(tl.int64)
             ask_for_rows(k_cache + block * k_block + n % SIZE * k_slot, D)
             ask_for_rows(v_cache + block * v_block + n % SIZE * v_slot, D)
-    blocks, keys, values = (), (), ()
+    blocks, keys, values = (), (), ()  # one a tile; mypy takes () for a tuple that stays empty
     if FEW:
         for tile in tl.static_range(SPLIT // KEYS):
             n, _, some = seen(key + tile * KEYS, first, length, KEYS)

@@ -1,10 +1,11 @@
 """Memory that the processes of an axis read of each other: how it is laid out, and for what sizes.
 
 Each process has one such block, and knows where all of them are. In it, per program of a kernel:
-signals, one of each process, and two slots, which take turns. A program meets the programs of its
-number in the other processes, and nobody else, so what it writes is read by those alone, wherever
-in a batch it works. It writes a slot, meets them, and reads theirs. It comes back to a slot two
-turns later: by then all have met once more, and so have read it.
+signals, one of each process, two slots for rows, and two for each peer's words, which take turns.
+A program meets the programs of its number in the other processes, and nobody else, so what it
+writes is read by those alone, wherever in a batch it works. It writes a slot, its own or one of
+each peer, hears of theirs, and reads. It comes back to a slot two turns later: by then all have
+heard of it once more, and so have read what was there.
 
 Everything here is made once an axis, before any graph is captured, and stays where it is.
 """
@@ -20,6 +21,8 @@ PROGRAMS = 64
 ROW_BYTES = 32 << 10
 """The longest row: 16,384 numbers in half precision."""
 SIGNAL_BYTES = 8  # a number that only grows
+WORDS_BYTES = 2 * ROW_BYTES
+"""Of a row in words, half of each of which says in which turn it was written."""
 
 ONE_SHOT, TWO_SHOT, APART = "one_shot", "two_shot", "apart"
 
@@ -32,9 +35,9 @@ LARGEST: dict[int, tuple[int, int]] = {
     7: (128 << 10, 2 << 20),
     8: (128 << 10, 2 << 20),
 }
-"""By processes: the bytes of a tensor up to which each reads all of what each has (`ONE_SHOT`), and
+"""By processes: the bytes of a tensor up to which each sends all peers all it has (`ONE_SHOT`), and
 up to which each sums its own rows, which the others then read (`TWO_SHOT`); beyond, the collective
-and what follows are launched apart (`APART`). Of n processes one reads n - 1 tensors in one shot
+and what follows are launched apart (`APART`). Of n processes one gets n - 1 tensors in one shot
 and 2 (n - 1) / n in two, so that two processes gain nothing by the second. Not measured."""
 
 
@@ -74,8 +77,8 @@ def way_of(rows: int, row_bytes: int, size: int) -> str:
 
 
 def slot_bytes(size: int) -> int:
-    """Of one slot: a row, or for two shots a row of each process, and a sum."""
-    return ROW_BYTES * (1 if size == 2 else size + 1)
+    """Of one slot for two shots, a row of each process and a sum; two processes have none."""
+    return 0 if size == 2 else ROW_BYTES * (size + 1)
 
 
 def signals_bytes(size: int) -> int:
@@ -83,6 +86,11 @@ def signals_bytes(size: int) -> int:
     return PROGRAMS * size * SIGNAL_BYTES
 
 
+def words_at(size: int) -> int:
+    """Where words begin, behind signals and slots: (2, PROGRAMS, size - 1) times a row's."""
+    return signals_bytes(size) + 2 * PROGRAMS * slot_bytes(size)
+
+
 def block_bytes(size: int) -> int:
     """Of a process's block."""
-    return signals_bytes(size) + 2 * PROGRAMS * slot_bytes(size)
+    return words_at(size) + 2 * PROGRAMS * (size - 1) * WORDS_BYTES

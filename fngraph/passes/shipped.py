@@ -3,14 +3,14 @@
 | level | passes, if nothing is said |
 |---|---|
 | "none" | none: what runs is what was traced, bit for bit |
-| "pieces", "once" | all but those of norms and gates alone, and those over processes |
+| "pieces", "once" | all but those of norms and gates alone, and of own rows over processes |
 | "stock" | the same without experts and linears, paired or not, and without those in fp8 |
 
 Inductor makes the fusions of norms, ropes and gates itself, with what is around them; an op of
 their own would stop it there. So those are for level "none", where one asks for them, since they
 round otherwise on a GPU. One product in place of three is nothing that Inductor does; rounding to
 fp8 is an op that it cannot look into, so a norm or a gate with it is one kernel less; and the
-highest of a row it looks for in one program, as torch does.
+highest of a row it looks for in one program, as torch does. What processes sum it leaves to NCCL.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ PASSES: tuple[Pass, ...] = (
 )
 _COMPILED = (
     "no_ops", "fold_constants", "norm_rope", "rope", "rope_in_attention", "attention_fp8",
-    "linears_fp8", "add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "linears",
-    "paired_linears", "experts", "row_max", "side_by_side", "held_fp8",
+    "all_reduce_rms_norm", "linears_fp8", "add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8",
+    "quantize_once", "linears", "paired_linears", "experts", "row_max", "side_by_side", "held_fp8",
 )  # fmt: skip
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "none": (),

@@ -1,5 +1,5 @@
-"""The kernel that sums over processes compiles for an H100, without one: its signals are release
-and acquire over the system, rows go in words of 16 bytes, hardly a register is spilled."""
+"""The kernel that sums over processes compiles for an H100, without one: words lie side by side,
+its signals are release and acquire over the system, hardly a register is spilled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fngraph.ops.triton import launching
 
 KINDS = {
     r"st\.release": "s", r"ld\.acquire": "l", r"bar\.sync": "b",
-    r"ld\.global\.(?:v4\.b32|v2\.b64)": "R", r"st\.global\.(?:v4\.b32|v2\.b64)": "W",
+    r"ld\.global\.(?:v4\.b32|v2\.b64|b32)": "R", r"st\.global\.(?:v4\.b32|v2\.b64|b32)": "W",
 }  # fmt: skip
 
 
@@ -27,19 +27,40 @@ def compiled(dtype: torch.dtype, size: int, way: str, width: int, folder: Path) 
 
     def launch(kernel: Any, grid: Any, *given: Any, **options: Any) -> None:
         made = compiled_for_h100(kernel, *given, EARLY=options.pop("early"), **options)
-        assert made.metadata.shared <= SHARED and spilled(made, folder) <= 32
-        ptx = made.asm["ptx"]
-        meetings = 1 if way == peers.ONE_SHOT else 2
-        assert ptx.count("st.release.sys.global.b64") == meetings * (size - 1)
-        assert ptx.count("ld.acquire.sys.global.b64") == meetings * (size - 1)
-        assert ptx.count("trap;") == meetings * (size - 1)
+        assert made.metadata.shared <= SHARED
+        assert spilled(made, folder) <= (32 if width * dtype.itemsize <= 16384 else 200)
+        (by_words if way == peers.ONE_SHOT else by_signals)(made.asm["ptx"], dtype, width)
+
+    def words_of(dtype: torch.dtype, width: int) -> int:
+        """Of a row, those of a thread."""
+        words = width * dtype.itemsize // 4
+        return words // (32 * reducing.warps_of(words))
+
+    def by_words(ptx: str, dtype: torch.dtype, width: int) -> None:
+        """Each word goes once to each peer, and neighbours are threads: a warp writes 256 bytes.
+        All are sent before any is waited for, and none is moved between threads."""
+        words = words_of(dtype, width)
+        sent, asked = (
+            [m.start() for m in re.finditer(rf"{kind}\.relaxed\.sys\.global\.b64", ptx)]
+            for kind in ("st", "ld")
+        )
+        assert len(sent) == len(asked) == words * (size - 1), (len(sent), len(asked), words)
+        assert ptx.count("trap;") == -(-words // 4) * (size - 1)
+        assert sent[-1] < asked[0]
+        assert "st.shared" not in ptx[: asked[-1]]
+
+    def by_signals(ptx: str, dtype: torch.dtype, width: int) -> None:
+        assert ptx.count("st.release.sys.global.b64") == 2 * (size - 1)
+        assert ptx.count("ld.acquire.sys.global.b64") == 2 * (size - 1)
+        assert ptx.count("trap;") == 2 * (size - 1)
         found = re.findall("|".join(f"({kind})" for kind in KINDS), ptx)
         names = "".join(k for one in found for k, text in zip(KINDS.values(), one) if text)
         # rows are written, all threads have done so; peers hear of it, and this one of theirs; all
         # threads know, and rows are read
         told, heard = "s" * (size - 1), "l" * (size - 1)
-        assert names.count(f"b{told}{heard}b") == meetings, names
-        assert re.search(rf"W+b+{told}{heard}b+R{{{size}}}", names), names
+        assert names.count(f"b{told}{heard}b") == 2, names
+        whole = "R" * size * (words_of(dtype, width) // (4 if dtype.itemsize == 4 else 1))
+        assert re.search(rf"W+b+{told}{heard}b+{whole}", names), names
 
     reducing.launch = launch  # type: ignore[attr-defined]
     x = torch.zeros(16, width, dtype=dtype)

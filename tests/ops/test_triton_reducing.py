@@ -133,7 +133,7 @@ def test_it_is_the_plain_form(size: int, way: str):
         pytest.skip("two processes have no slots for two shots")
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     calls = [Call(rows, 20, torch.float32, way) for rows in (1, 0, 5, 4 * size + 3)]
-    calls += [Call(size, 24, kind, way, centred=True) for kind in kinds]
+    calls += [Call(size, width, kind, way, True) for kind in kinds for width in (24, 33, 1)]
     check(size, calls)
 
 
@@ -151,11 +151,14 @@ def test_slots_take_turns_whatever_comes_after_what(size: int):
 
 
 def test_a_block_has_room_for_all_slots():
+    """Signals, then slots of two shots, then words, in all of which nothing overlaps."""
     for size in peers.LARGEST:
         slots = 2 * peers.PROGRAMS * peers.slot_bytes(size)
-        assert peers.block_bytes(size) == peers.signals_bytes(size) + slots
-        assert peers.signals_bytes(size) % 16 == 0
-        assert size == 2 or peers.slot_bytes(size) == (size + 1) * peers.ROW_BYTES
+        assert peers.words_at(size) == peers.signals_bytes(size) + slots
+        words = 2 * peers.PROGRAMS * (size - 1) * peers.WORDS_BYTES
+        assert peers.block_bytes(size) == peers.words_at(size) + words
+        assert peers.signals_bytes(size) % 16 == peers.words_at(size) % 16 == 0
+        assert peers.slot_bytes(size) == (0 if size == 2 else (size + 1) * peers.ROW_BYTES)
 
 
 def test_which_way_by_size():

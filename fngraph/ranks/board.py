@@ -115,7 +115,7 @@ class Board:
         """Everybody's numbers, in the order of ranks; it waits.
 
         Args:
-            numbers: up to 8, from 0 to 2**63 - 1; as many in each process.
+            numbers: 1 to 8, from 0 to 2**63 - 1; as many in each process.
 
         Raises:
             AbsentError: one has ended, has given up, or does not come within the timeout.
@@ -231,10 +231,11 @@ class Board:
     def _row(
         self, turn: Turn, rank: int, length: int, most_s: float, yielding_s: float = YIELDING_S
     ) -> list[int]:
-        words, at, number = self._words, rank * ROW + turn.at, turn.number
+        at, number = rank * ROW + turn.at, turn.number
+        words = self._words[at : at + length]
         for _ in range(SPINS):
-            found = words[at : at + length].tolist()
-            if all(word >> 32 == number for word in found):
+            found = words.tolist()
+            if min(found) >> 32 == number == max(found) >> 32:
                 break
         else:
             found = self._awaited(turn, rank, length, most_s, yielding_s)
@@ -249,7 +250,7 @@ class Board:
         why = ""
         while True:
             found = self._words[at : at + length].tolist()
-            if all(word >> 32 == turn.number for word in found):
+            if min(found) >> 32 == turn.number == max(found) >> 32:
                 return found
             if why:
                 raise self._absent(rank, why)

@@ -149,12 +149,14 @@ def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
         split = 2 * keys
     splits = -(-widest // split)
     many = 0 if pairs >= places else SPLITS * places // pairs
-    few = many >= splits and split <= 2 * keys  # FEW, in registers: 164 a thread
+    few = many >= splits and split <= 2 * keys  # FEW: both tiles in registers
     warps = 4 if large or few or pairs * splits <= places or (keys == 64 and pairs < places) else 2
     # of wide heads three stages leave a processor two programs: 64 x 512 gains 11 of 48 us
     stages = 2 if keys * width > 4096 and width <= 128 else 3
     programs = 4 if rows <= 32 and width <= 128 else 2
-    if few or (stages == 2 and warps == 4):
+    if few:  # three leave 168 registers, too few for all loads at once: 8 x 4096 takes 34 of 30 us
+        programs = 2
+    elif stages == 2 and warps == 4:
         programs = 2 if large else 3
     tile = Tile(rows, keys, 4, 1) if exact else Tile(rows, keys, warps, stages)
     how = How(tile, split, programs, None)

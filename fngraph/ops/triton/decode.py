@@ -154,16 +154,18 @@ def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
     # of wide heads three stages leave a processor two programs: 64 x 512 gains 11 of 48 us
     stages = 2 if keys * width > 4096 and width <= 128 else 3
     programs = 4 if rows <= 32 and width <= 128 else 2
-    if few:  # three leave 168 registers, too few for all loads at once: 8 x 4096 takes 34 of 30 us
-        programs = 2
-    elif stages == 2 and warps == 4:
+    if few or (stages == 2 and warps == 4):
         programs = 2 if large else 3
     tile = Tile(rows, keys, 4, 1) if exact else Tile(rows, keys, warps, stages)
     how = How(tile, split, programs, None)
     if many >= splits:
         return how
     how = how._replace(many=many)
-    return how._replace(each=shared(how.units(widest), -(-splits // SPLITS), pairs, places))
+    units = how.units(widest)
+    each = shared(units, -(-splits // SPLITS), pairs, places)
+    # where there are two on a processor, registers for four are too few: 8 x 4096 takes 6 % longer
+    there = -(-pairs * (each or units) // places)
+    return how._replace(each=each, programs=min(programs, there))
 
 
 def shared(units: int, spans: int, pairs: int, places: int) -> int | None:

@@ -121,8 +121,9 @@ class Board:
             AbsentError: one has ended, has given up, or does not come within the timeout.
         """
         with self._turns:  # threads come one after the other, each whole
-            self.put(numbers)
-            return self.take(len(numbers))
+            turn = self._turn = Turn.exchange(self._turn.number + 1)
+            self._say(turn, numbers)
+            return self._taken(turn, len(numbers), self.timeout_s)
 
     def put(self, numbers: Sequence[int]) -> None:
         """Begin an exchange: say one's own; `take` before the next one."""
@@ -142,10 +143,12 @@ class Board:
         return self._taken(self._turn, count, self.timeout_s)
 
     def _taken(self, turn: Turn, count: int, most_s: float) -> list[list[int]]:
+        words, left = self._words, turn.left
         try:
             found = [self._row(turn, rank, 2 * count, most_s) for rank in range(self.size)]
             for rank in range(self.size):  # whose word is there, and who waits no longer
-                self._check_takes_part(turn, rank)
+                if words[rank * ROW + left]:
+                    self._check_takes_part(turn, rank)
             return found
         except BaseException:
             self._leave_in(turn)
@@ -239,8 +242,8 @@ class Board:
                 break
         else:
             found = self._awaited(turn, rank, length, most_s, yielding_s)
-        return [found[i] & 0xFFFFFFFF | (found[i + 1] & 0xFFFFFFFF) << 32
-                for i in range(0, length, 2)]  # fmt: skip
+        return [low & 0xFFFFFFFF | (high & 0xFFFFFFFF) << 32
+                for low, high in zip(found[::2], found[1::2])]  # fmt: skip
 
     def _awaited(
         self, turn: Turn, rank: int, length: int, most_s: float, yielding_s: float

@@ -1,4 +1,4 @@
-"""Memory that the processes of an axis read of each other: how it is laid out, and for what sizes.
+"""Memory of an axis's processes, which all of them reach: how it is laid out, and for what sizes.
 
 Each process has one such block, and knows where all of them are. In it, per program of a kernel:
 signals, one of each process, two slots for rows, and two for each peer's words, which take turns.
@@ -38,7 +38,8 @@ LARGEST: dict[int, tuple[int, int]] = {
 """By processes: the bytes of a tensor up to which each sends all peers all it has (`ONE_SHOT`), and
 up to which each sums its own rows, which the others then read (`TWO_SHOT`); beyond, the collective
 and what follows are launched apart (`APART`). Of n processes one gets n - 1 tensors in one shot
-and 2 (n - 1) / n in two, so that two processes gain nothing by the second. Not measured."""
+and 2 (n - 1) / n in two, so that two processes gain nothing by the second. Measured
+of two alone, one row and 64."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

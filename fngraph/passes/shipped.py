@@ -4,13 +4,14 @@
 |---|---|
 | "none" | none: what runs is what was traced, bit for bit |
 | "pieces", "once" | all but those of norms and gates alone, and of own rows over processes |
-| "stock" | the same without experts and linears, paired or not, and without those in fp8 |
+| "stock" | the same without experts, linears, paired or not, those in fp8, sums over processes |
 
 Inductor makes the fusions of norms, ropes and gates itself, with what is around them; an op of
 their own would stop it there. So those are for level "none", where one asks for them, since they
 round otherwise on a GPU. One product in place of three is nothing that Inductor does; rounding to
 fp8 is an op that it cannot look into, so a norm or a gate with it is one kernel less; and the
-highest of a row it looks for in one program, as torch does. What processes sum it leaves to NCCL.
+highest of a row it looks for in one program, as torch does. What processes sum it leaves to NCCL;
+in "stock" so is it, since a norm that is then rounded to fp8 would be lost to `add_rms_norm_fp8`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
     "pieces": _COMPILED,
     "once": _COMPILED,
     "stock": tuple(  # one code for any rows
-        name for name in _COMPILED if "linears" not in name and name != "experts"
+        name
+        for name in _COMPILED
+        if "linears" not in name and name not in ("experts", "all_reduce_rms_norm")
     ),
 }
 

@@ -3,7 +3,7 @@
     total = all_reduce(x) + y;  normed = RMSNorm(total) * weight
 
 The pass `all_reduce_rms_norm` puts it into a traced graph. On the CPU it is the ops that it stands
-for, bit for bit; on CUDA one kernel that reads the other processes' memory, where they have such
+for, bit for bit; on CUDA one kernel over memory of all processes, where they have such
 (`fngraph.ranks.symmetric`) and the rows are few enough (`fngraph.ops.peers`), else the collective,
 and a kernel for the rest.
 """

@@ -9,9 +9,9 @@ which is the warm-up of the first key, and never within a capture.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import socket
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ from fngraph.ops.peers import LARGEST, PROGRAMS, Shared, block_bytes
 from fngraph.ranks.faults import failing_as, group_of
 from fngraph.torch_facts.names import is_capturing, timeout_s
 from fngraph.torch_facts.symmetric import ON_ONE_DEVICE, share
+
+LOG = logging.getLogger("fngraph")
 
 
 class Has(NamedTuple):
@@ -50,7 +52,7 @@ _MADE: dict[str, _Made] = {}
 
 
 def shared_of(axis: str, group: str) -> Shared | None:
-    """The blocks of an axis's processes; None where there can be none, which is warned of once.
+    """The blocks of an axis's processes; None where there can be none, which is logged once.
 
     All of them come to the first call at once.
 
@@ -140,9 +142,10 @@ def _has(device: int) -> Has:
 
 
 def _warn(axis: str, why: str) -> None:
-    warnings.warn(
-        f"the processes of axis {axis!r} cannot read each other's memory: {why}. So they sum by "
-        "collectives of torch.distributed, and norm in a launch of its own",
-        RuntimeWarning,
-        stacklevel=2,
+    LOG.warning(
+        "the processes of axis %r cannot read each other's memory: %s. So all_reduce_rms_norm is a "
+        "collective of torch.distributed's, and a launch for the norm; leave it out of passes= to "
+        "have them compiled with what is around them",
+        axis,
+        why,
     )

@@ -37,17 +37,29 @@ def compiled(dtype: torch.dtype, size: int, way: str, width: int, folder: Path) 
         return words // (32 * reducing.warps_of(words))
 
     def by_words(ptx: str, dtype: torch.dtype, width: int) -> None:
-        """Each word goes once to each peer, and neighbours are threads: a warp writes 256 bytes.
-        All are sent before any is waited for, and none is moved between threads."""
-        words = words_of(dtype, width)
+        """Each word goes once to each peer, behind what waits for the kernel ahead; all are sent
+        before any is waited for, each of its own place, until all have the number or time is over;
+        and all threads have read before the next turn."""
+        words = max(1, words_of(dtype, width))
         sent, asked = (
-            [m.start() for m in re.finditer(rf"{kind}\.relaxed\.sys\.global\.b64", ptx)]
+            list(re.finditer(rf"{kind}\.relaxed\.sys\.global\.b64 [^;]*\[(%rd\d+)\]", ptx))
             for kind in ("st", "ld")
         )
-        assert len(sent) == len(asked) == words * (size - 1), (len(sent), len(asked), words)
-        assert ptx.count("trap;") == -(-words // 4) * (size - 1)
-        assert sent[-1] < asked[0]
-        assert "st.shared" not in ptx[: asked[-1]]
+        assert len(sent) == len(asked) == words * (size - 1)
+        assert len({one[1] for one in asked}) == len(asked)
+        assert sent[-1].start() < asked[0].start()
+        assert ptx.count("@there st.relaxed") == len(sent)
+        together = min(words, 4)
+        polls = words // together * (size - 1)
+        assert ptx.count("trap;") == ptx.count("setp.lt.u64 is, now") == polls
+        assert ptx.count("setp.eq.u32 is, turn0, 0;") == polls
+        assert len(re.findall(r"xor\.b32 turn\d", ptx)) == len(asked)
+        assert len(re.findall(r"or\.b32 turn0, turn0, turn[1-3];", ptx)) == polls * (together - 1)
+        turn = ptx.index("ld.global.b64", ptx.index("griddepcontrol.wait"))  # the first behind it
+        assert ptx[:turn].count("ld.global.b64") == size  # peers' addresses alone
+        assert "bar.sync" in ptx[asked[-1].end() :]
+        if width % 64 == 0:
+            assert "st.shared" not in ptx[: asked[-1].start()]
 
     def by_signals(ptx: str, dtype: torch.dtype, width: int) -> None:
         assert ptx.count("st.release.sys.global.b64") == 2 * (size - 1)
@@ -77,6 +89,13 @@ CASES = [
     for size, way in ((2, peers.ONE_SHOT), (4, peers.ONE_SHOT), (8, peers.TWO_SHOT))
     for width in (4096, 8192)
 ]
+CASES += [  # a thread has two words, one, or one that others have as well
+    (dtype, size, peers.ONE_SHOT, width)
+    for dtype, size, width in (
+        (torch.bfloat16, 2, 512), (torch.float16, 2, 4096), (torch.float16, 3, 33),
+        (torch.float32, 2, 4),
+    )
+]  # fmt: skip
 
 
 @pytest.mark.sampled(0)

@@ -1,6 +1,6 @@
 """The kernel that sums over processes, adds and norms, interpreted: processes of a fork share plain
 memory in place of GPUs that read each other's. Run by test_triton_interpreter.py; on CUDA,
-tests/ranks/test_symmetric.py."""
+tests/ranks/test_reduced_norms.py."""
 
 from __future__ import annotations
 
@@ -135,6 +135,14 @@ def test_it_is_the_plain_form(size: int, way: str):
     calls = [Call(rows, 20, torch.float32, way) for rows in (1, 0, 5, 4 * size + 3)]
     calls += [Call(size, width, kind, way, True) for kind in kinds for width in (24, 33, 1)]
     check(size, calls)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_longest_rows_lie_beside_each_other(size: int):
+    """Those of two programs, and of one shot and two, of half a slot and of all of it."""
+    ways = (peers.ONE_SHOT, peers.TWO_SHOT)[: 1 if size == 2 else 2]
+    widths = (8192, 4096, 8192)
+    check(size, [Call(4, width, torch.float32, way) for width in widths for way in ways], 50)
 
 
 @pytest.mark.parametrize("size", [2, 4])

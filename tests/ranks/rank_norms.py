@@ -117,6 +117,9 @@ def _mesh(shares_device: bool, size: int) -> fg.Mesh:
     return fg.make_mesh("cuda", timeout=60, tp=size)
 
 
+SHAPES = ((1, 4096), (3, 80), (64, 4096), (300, 1024), (7, 8192), (5, 512), (2, 33))
+
+
 def on_devices(rank: int, size: int, shares_device: bool) -> dict[str, Any]:
     """The kernel by itself in one and two shots, and in a step of many batches."""
     from fngraph.ops.peers import ONE_SHOT, TWO_SHOT
@@ -129,9 +132,9 @@ def on_devices(rank: int, size: int, shares_device: bool) -> dict[str, Any]:
     assert shared is not None
     calls = 0
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for rows, width in ((1, 4096), (3, 80), (64, 4096), (300, 1024), (7, 8192)):
+        for rows, width in SHAPES:
+            calls, normed = calls + 1, []
             for way in (ONE_SHOT, TWO_SHOT)[: 1 if size == 2 else 2]:
-                calls += 1
                 draws = [torch.Generator().manual_seed(1000 * calls + r) for r in range(size + 1)]
                 *xs, y = (torch.randn(rows, width, generator=g).to(dtype).cuda() for g in draws)
                 weight = y[0] + 1
@@ -144,6 +147,9 @@ def on_devices(rank: int, size: int, shares_device: bool) -> dict[str, Any]:
                 same = torch.equal(got[0], want[0])
                 if not same or not torch.allclose(got[1], want[1], atol=bound, rtol=bound):
                     found["wrong"].append((str(dtype), rows, width, way))
+                normed.append(got[1])
+            if not torch.equal(normed[0], normed[-1]):
+                found["wrong"].append((str(dtype), rows, width, "other bits in two shots"))
     forward, weights = make_forward(tp), params(rank, device=mesh.device)
     fast = fg.graphify(
         forward, stage="batch", modes="FULL", sizes=(4, 8, 16), passes=("all_reduce_rms_norm",)
@@ -208,7 +214,7 @@ def alone(rank: int, shares_device: bool) -> None:
     tp = _mesh(shares_device, 2)["tp"]
     shared = shared_of(tp.name, tp.group)
     assert shared is not None
-    x = torch.ones(2, 64, device="cuda")
+    x = torch.ones(2, 4096, device="cuda")
     if rank == 1:
         time.sleep(8)
         return

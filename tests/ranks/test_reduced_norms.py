@@ -85,7 +85,7 @@ def test_where_there_is_shared_memory() -> None:
 
 # on GPUs
 
-WORLDS = [pytest.param(2, True, id="one device")] + [
+WORLDS = [pytest.param(n, True, id=f"{n} on one device") for n in (2, 3)] + [
     pytest.param(
         n, False, id=f"{n} devices",
         marks=pytest.mark.skipif(torch.cuda.device_count() < n, reason=f"takes {n} CUDA devices"),
@@ -117,7 +117,7 @@ def test_in_one_graph_that_is_launched_again(size: int, shares_device: bool) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes CUDA")
-@pytest.mark.parametrize(("size", "shares_device"), WORLDS[:2])
+@pytest.mark.parametrize(("size", "shares_device"), [WORLDS[0], WORLDS[2]])
 def test_a_peer_that_does_not_come_is_not_waited_for(size: int, shares_device: bool) -> None:
     waits, _ = starting.run(rank_norms.alone, size, shares_device)
     assert re.search(r"RuntimeError: after [2-5] s: .*CUDA", waits.error), waits

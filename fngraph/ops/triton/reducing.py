@@ -230,7 +230,9 @@ def as_numbers(words, kind: tl.constexpr, PER: tl.constexpr):
 def columns(BLOCK: tl.constexpr, PER: tl.constexpr):
     """Those of a row, as (W, PER) if a word holds PER of them, or as (W,) if it holds one.
 
-    Neighbours are threads, whatever is loaded: what is sent is, and none is moved between them.
+    So Triton gives neighbouring words to neighbouring threads, in one shot and in two: a warp's
+    words are 256 bytes side by side, few are moved between threads, and a norm is summed in the
+    same order either way. Of what lies side by side it would give each thread several.
     """
     if PER == 1:
         e = tl.max_contiguous(tl.arange(0, BLOCK), 1)
@@ -357,7 +359,7 @@ def two_shot_kernel(
 
 
 def warps_of(words: int) -> int:
-    """Of a row of so many words: four of them a thread, if it is long."""
+    """Of a row of so many words: such that a thread has four, as far as 512 threads do."""
     return min(16, max(4, words // 128))
 
 
@@ -376,7 +378,7 @@ def all_reduce_rms_norm(
     total, out = x.new_empty(x.shape), x.new_empty(x.shape)
     row_bytes = -(-E * x.element_size() // 16) * 16
     units = T if one_shot else -(-T // shared.size)
-    per, block = 4 // x.element_size(), max(4, power_of_two(E))
+    per, block = 4 // x.element_size(), power_of_two(E, at_least=4)  # two words at least
     warps = warps_of(block // per)
     constants: dict[str, Any] = {
         "WORDS": words_at(shared.size), "ROOM": WORDS_BYTES,

@@ -28,8 +28,8 @@ SUMS = {  # sums over processes with an addition and a norm behind
 }  # fmt: skip
 
 
-def matches(family: Any, params: Any, passes: tuple[str, ...]) -> dict[str, int]:
-    """By pass, on the step of a model whose weights lie side by side."""
+def traced_by(family: Any, params: Any, passes: tuple[str, ...]) -> Any:
+    """The passes of the step of a model whose weights lie side by side."""
     laid = fg.ops.lay_side_by_side(params)
     cache = family.init_cache(
         params.config, 8, block_size=generate.BLOCK_SIZE, num_slots=2, dtype=params.norm.dtype
@@ -37,8 +37,13 @@ def matches(family: Any, params: Any, passes: tuple[str, ...]) -> dict[str, int]
     fast = fg.graphify(
         family.forward, passes=passes, modes="FULL", donate="cache", stage="batch", sizes=(16,)
     )
-    traced = fast.trace(laid, cache, limits=fg.Limits(16, 2, B=8))
-    return {one.one.name: one.matches for one in traced.passes if one.one.name not in APART}
+    return fast.trace(laid, cache, limits=fg.Limits(16, 2, B=8)).passes
+
+
+def matches(family: Any, params: Any, passes: tuple[str, ...]) -> dict[str, int]:
+    """By pass."""
+    ran = traced_by(family, params, passes)
+    return {one.one.name: one.matches for one in ran if one.one.name not in APART}
 
 
 def part(family: Any, params: Any, sizes: dict[str, int]) -> Any:
@@ -81,5 +86,9 @@ def test_sums_over_processes_go_with_the_norms_behind_them(
     assert matches(family, own, ROWS[:1]) == {ROWS[0]: SUMS[name]}
     if name == "llama":  # whose products are all by arguments
         assert matches(family, own, ROWS) == dict.fromkeys(ROWS, 3)
+    for one in traced_by(family, own, (REDUCED, ROWS[0])):  # who comes second says so
+        told = one.one.name == ROWS[0] and SUMS[name] > 0
+        assert one.matches == (0 if one.one.name == ROWS[0] else SUMS[name])
+        assert one.notes == (("'all_reduce_rms_norm' has its places: pass this before it",) * told)
     found, alone = matches(family, own, sums), matches(family, own, sums[1:])
     assert found == {REDUCED: SUMS[name], "add_rms_norm": alone["add_rms_norm"] - SUMS[name]}

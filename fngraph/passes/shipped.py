@@ -10,8 +10,9 @@ Inductor makes the fusions of norms, ropes and gates itself, with what is around
 their own would stop it there. So those are for level "none", where one asks for them, since they
 round otherwise on a GPU. One product in place of three is nothing that Inductor does; rounding to
 fp8 is an op that it cannot look into, so a norm or a gate with it is one kernel less; and the
-highest of a row it looks for in one program, as torch does. What processes sum it leaves to NCCL;
-in "stock" so is it, since a norm that is then rounded to fp8 would be lost to `add_rms_norm_fp8`.
+highest of a row it looks for in one program, as torch does. A sum over processes it leaves to NCCL,
+and cannot join with the norm behind it. "stock" has that pass neither: it would take the norms that
+`add_rms_norm_fp8` rounds there.
 """
 
 from __future__ import annotations

@@ -139,9 +139,10 @@ def send(address, words, number, there):
 
 
 def _hears(count: int) -> tuple[tl.constexpr, tl.constexpr]:
-    """Instructions that ask for so many words at once until all of them are here, and constraints.
+    """PTX that asks for so many words at once until all of them are here, and its constraints.
 
-    They take an address, a number and a time for each: of the last two the first is enough.
+    Each word comes with its address, the turn's number and the time when waiting ends; the last two
+    are the same for all, so the first word's are read.
     """
     every = range(count)
     number, until = f"${2 * count}", f"${3 * count}"
@@ -203,7 +204,7 @@ def heard(address, number, until, HELD: tl.constexpr):
 
 @triton.jit
 def as_words(x, PER: tl.constexpr):
-    """Numbers, of which four bytes are one, as (W,) words; see `columns`."""
+    """A row's numbers, as `columns` lays them out, as (W,) words of four bytes."""
     if PER == 1:
         words = x.to(tl.int32, bitcast=True)
     else:
@@ -214,7 +215,7 @@ def as_words(x, PER: tl.constexpr):
 
 @triton.jit
 def as_numbers(words, kind: tl.constexpr, PER: tl.constexpr):
-    """(W,) words as numbers in float32; see `columns`."""
+    """(W,) words as the numbers that they hold, in float32, as `columns` lays them out."""
     if PER == 1:
         numbers = words.to(tl.float32, bitcast=True)
     elif kind == tl.bfloat16:

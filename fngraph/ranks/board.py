@@ -121,9 +121,8 @@ class Board:
             AbsentError: one has ended, has given up, or does not come within the timeout.
         """
         with self._turns:  # threads come one after the other, each whole
-            turn = self._turn = Turn.exchange(self._turn.number + 1)
-            self._say(turn, numbers)
-            return self._taken(turn, len(numbers), self.timeout_s)
+            self.put(numbers)
+            return self.take(len(numbers))
 
     def put(self, numbers: Sequence[int]) -> None:
         """Begin an exchange: say one's own; `take` before the next one."""
@@ -143,12 +142,10 @@ class Board:
         return self._taken(self._turn, count, self.timeout_s)
 
     def _taken(self, turn: Turn, count: int, most_s: float) -> list[list[int]]:
-        words, left = self._words, turn.left
         try:
             found = [self._row(turn, rank, 2 * count, most_s) for rank in range(self.size)]
             for rank in range(self.size):  # whose word is there, and who waits no longer
-                if words[rank * ROW + left]:
-                    self._check_takes_part(turn, rank)
+                self._check_takes_part(turn, rank)
             return found
         except BaseException:
             self._leave_in(turn)

@@ -143,9 +143,9 @@ def _has(device: int) -> Has:
 
 def _warn(axis: str, why: str) -> None:
     LOG.warning(
-        "the processes of axis %r cannot read each other's memory: %s. So all_reduce_rms_norm is a "
-        "collective of torch.distributed's, and a launch for the norm; leave it out of passes= to "
-        "have them compiled with what is around them",
+        "the processes of axis %r cannot read each other's memory: %s. So what passes make of sums "
+        "over them are collectives of torch.distributed's, and norms launches of their own; leave "
+        "all_reduce_rms_norm out of passes= to have norms compiled with what is around them",
         axis,
         why,
     )

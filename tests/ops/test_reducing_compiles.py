@@ -17,7 +17,7 @@ from fngraph.ops.triton import launching
 
 KINDS = {
     r"st\.release": "s", r"ld\.acquire": "l", r"bar\.sync": "b",
-    r"ld\.global\.(?:v4\.b32|v2\.b64|b32)": "R", r"st\.global\.(?:v4\.b32|v2\.b64|b32)": "W",
+    r"ld\.global\.b32": "R", r"st\.global\.b32": "W",
 }  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def compiled(dtype: torch.dtype, size: int, way: str, width: int, folder: Path) 
         # threads know, and rows are read
         told, heard = "s" * (size - 1), "l" * (size - 1)
         assert names.count(f"b{told}{heard}b") == 2, names
-        whole = "R" * size * (words_of(dtype, width) // (4 if dtype.itemsize == 4 else 1))
+        whole = "R" * size * words_of(dtype, width)
         assert re.search(rf"W+b+{told}{heard}b+{whole}", names), names
 
     reducing.launch = launch  # type: ignore[attr-defined]

@@ -377,7 +377,6 @@ def all_reduce_rms_norm(
     rows, others = as_rows(x), as_rows(y)
     (T, E), one_shot = rows.shape, way == ONE_SHOT
     total, out = x.new_empty(x.shape), x.new_empty(x.shape)
-    row_bytes = -(-E * x.element_size() // 16) * 16
     units = T if one_shot else -(-T // shared.size)
     per, block = 4 // x.element_size(), power_of_two(E, at_least=4)  # two words at least
     warps = warps_of(block // per)
@@ -386,7 +385,7 @@ def all_reduce_rms_norm(
         "HELD": max(1, block // per // (32 * warps)),
     } if one_shot else {
         "SLOTS": signals_bytes(shared.size), "SLOT": slot_bytes(shared.size),
-        "SIGNAL": SIGNAL_BYTES, "ROW": row_bytes,
+        "SIGNAL": SIGNAL_BYTES, "ROW": -(-E * x.element_size() // 16) * 16,
     }  # fmt: skip
     launch(
         one_shot_kernel if one_shot else two_shot_kernel,

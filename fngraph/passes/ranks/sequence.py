@@ -50,8 +50,8 @@ def share_out_rows(graph: fx.Graph) -> Rewritten:
             _put_behind(graph, normed, _OPS.gather_rows.default, (normed, *who), normed.users)
     for total in sums:
         _make_whole(graph, total)
-    taken = torch.ops.fngraph.all_reduce_rms_norm.default
-    if not sums and any(node.target is taken for node in graph.nodes):
+    before = _OPS.all_reduce_rms_norm.default
+    if not sums and any(node.target is before for node in graph.nodes):
         return Rewritten(graph, 0, ("'all_reduce_rms_norm' has its places: pass this before it",))
     return Rewritten(graph, len(sums))
 

@@ -16,7 +16,8 @@ BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 CASES: list[tuple[dict[str, Any], int, int]] = [  # config, requests, blocks of 16 in the table
     ({}, 8, 64), ({}, 64, 32), ({}, 8, 512), ({"head_dim": 256, "causal": False}, 1, 512),
     ({"head_dim": 80, "window": 100, "softcap": 30.0, "cache_dtype": FP8}, 64, 512),
-    ({"dtype": F32, "cache_dtype": F32}, 64, 512),
+    ({"dtype": F32, "cache_dtype": F32}, 64, 512), ({}, 4, 256), ({}, 16, 256), ({}, 12, 256),
+    ({"head_dim": 64}, 4, 256), ({"head_dim": 64}, 64, 256), ({"head_dim": 64}, 24, 256),
 ]  # fmt: skip
 
 
@@ -31,9 +32,11 @@ def compiled(change: dict[str, Any], R: int, columns: int, Q: int) -> list[str]:
         early: bool | None = None, programs: int | None = None, **options: Any,
     ) -> None:  # fmt: skip
         options |= {} if early is None else {"EARLY": early}
-        assert compile_for_h100(kernel, *given, **options) <= SHARED
+        needed = compile_for_h100(kernel, *given, **options)
+        assert needed * (programs or 1) <= SHARED, (kernel.fn.__name__, programs)
         modes = "-final" if options.get("FINAL") else ""
         modes += "-spans" if "FINAL" in options and options["SPAN"] > options["SPLIT"] else ""
+        modes += "-shared" if options.get("SHARED") else ""
         names.append(kernel.fn.__name__.removesuffix("_kernel") + modes)
 
     for module in (triton_decode, triton_turning):
@@ -66,10 +69,11 @@ def compiled(change: dict[str, Any], R: int, columns: int, Q: int) -> list[str]:
 @pytest.mark.sampled(0)
 @needs_triton
 def test_every_way_of_splitting_compiles_and_fits(tmp_path):
-    splits, spans, turn = "split", "split-spans", "turn"
-    ways = [turn, splits, turn, "split-final-spans", turn, spans, turn, splits, spans, turn, spans]
-    ways.append(turn)
-    assert run_alone(__file__, tmp_path).split() == " ".join([*ways, spans]).split()
+    told = run_alone(__file__, tmp_path).splitlines()
+    ways = ["-shared", "-final-spans", "-spans-shared", "", "-spans", "-spans"]
+    ways += ["-shared", "-spans-shared", "-spans-shared", "-shared", "-spans", "-spans", "-spans"]
+    turns = ["turn " if "float8" not in str(c) else "" for c, _, _ in [*CASES, ({}, 64, 5)]]
+    assert told == [f"{turn}split{way}" for turn, way in zip(turns, ways, strict=True)]
 
 
 if __name__ == "__main__":

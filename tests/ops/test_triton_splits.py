@@ -25,7 +25,7 @@ CASES = [(Q, pasts, plain) for Q in (1, 3) for pasts in (LONG, SHORT) for plain 
 if not GPU:  # each pair of them: interpreted, the product takes a minute
     CASES = [(1, LONG, False), (3, LONG, True), (1, SHORT, True), (3, SHORT, False)]
 # whole spans of all, of the longer ones, of the longest, of none; by as many programs, or by fewer
-WAYS = ((0, None), (7, 3), (9, None), (100, 1), (None, None))
+WAYS = ((0, None), (0, 2), (7, 3), (9, None), (100, 1), (None, None), (None, 2))
 
 
 def attend(c: Any, Q: int, how: Any, **options: Any) -> torch.Tensor:
@@ -105,7 +105,9 @@ def test_programs_that_share_units_are_fewer_and_fill_the_device():
                 assert 1 <= how.each < how.units(widest)
                 assert how.each * pairs <= 64 * 132 + pairs
                 assert how.each * pairs >= 2 * 132 - pairs
-    assert each[8, 4096] is each[64, 1024] is each[512, 32768] is None
+    assert each[8, 4096] is each[512, 32768] is None
+    assert each[32, 4096] == 8 and each[64, 1024] == 4  # 2 a multiprocessor, of splits
+    assert each[32, 8192] == 16  # 4, of smaller tiles
     assert each[64, 4096] == 4 and each[8, 131072] == 33  # 2 a multiprocessor
     assert each[64, 32768] == 8  # as many as spans
     assert each[512, 131072] == 16 and each[1024, 131072] == 8  # 64 a multiprocessor
@@ -117,7 +119,7 @@ def test_programs_that_share_units_are_fewer_and_fill_the_device():
 @pytest.mark.parametrize("D", [64, 80, 128, 256])
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn, torch.float32], ids=str)
 def test_a_row_s_bits_are_the_same_whatever_the_size_of_the_key(Q, D, cache):
-    """1 to 300 requests over tables for 400 to 8192 keys: units of every kind are chosen."""
+    """2 to 300 requests over tables for 400 to 8192 keys: units of every kind are chosen."""
     dtype = torch.float32 if cache is torch.float32 else torch.bfloat16
     for past in (390, 3000, 8000):
         rows = [(Q, past), (Q, past // 3)]
@@ -125,6 +127,6 @@ def test_a_row_s_bits_are_the_same_whatever_the_size_of_the_key(Q, D, cache):
         B = c.meta.block_tables.shape[1]
         want = torch.cat([run("triton_decode", part(c, r, B), Q) for r in range(2)])
         assert worst_row(want, right(c)) < (1e-5 if cache is torch.float32 else 1e-2)
-        for more in (14, 298):
+        for more in (2, 14, 30, 62, 298):
             larger = padded(c, more, Q)
             assert run("triton_decode", larger, Q)[: len(want)].equal(want)

@@ -147,25 +147,48 @@ def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
     keys = 64 if widest <= SHORT and width <= 128 and not exact else 32
     if width > 128 and widest <= SHORT // 4 and not exact:
         split = 2 * keys
-    splits = -(-widest // split)
+    how = How(Tile(rows, keys, 4, 1 if exact else 3), split, 2, None)
+    splits, wide = how.units(widest), keys * width > 4096  # numbers of a tile
     many = 0 if pairs >= places else SPLITS * places // pairs
-    few = many >= splits and split <= 2 * keys  # FEW: both tiles in registers
-    warps = 4 if large or few or pairs * splits <= places or (keys == 64 and pairs < places) else 2
-    # of wide heads three stages leave a processor two programs: 64 x 512 gains 11 of 48 us
-    stages = 2 if keys * width > 4096 and width <= 128 else 3
-    programs = 4 if rows <= 32 and width <= 128 else 2
-    if few or (stages == 2 and warps == 4):
-        programs = 2 if large else 3
-    tile = Tile(rows, keys, 4, 1) if exact else Tile(rows, keys, warps, stages)
-    how = How(tile, split, programs, None)
     if many >= splits:
-        return how
-    how = how._replace(many=many)
-    units = how.units(widest)
-    each = shared(units, -(-splits // SPLITS), pairs, places)
-    # where there are two on a processor, registers for four are too few: 8 x 4096 takes 6 % longer
-    there = -(-pairs * (each or units) // places)
-    return how._replace(each=each, programs=min(programs, there))
+        each = (2 if wide else 4) * places // pairs
+        if each < splits and not large:  # as many as a processor has room for, all at a time
+            return how._replace(each=each, programs=-(-pairs * each // places))
+        if split <= 2 * keys:  # FEW: both tiles in registers
+            return how._replace(programs=2 if large else 3)
+    else:
+        how = how._replace(many=many)
+        how = how._replace(each=shared(how.units(widest), -(-splits // SPLITS), pairs, places))
+    there = -(-pairs * (how.each or how.units(widest)) // places)
+    warps, stages, programs = compiled_for(there, rows, keys, width, how.units(widest) == 1)
+    if not exact:
+        how = how._replace(tile=Tile(rows, keys, warps, stages))
+    return how._replace(programs=min(programs, there))
+
+
+def compiled_for(there: int, rows: int, keys: int, width: int, whole: bool) -> tuple[int, int, int]:
+    """Warps, stages, and programs that registers are for, where `there` share a processor.
+
+    Fewer programs have more of their keys on the way at a time. us of 8 kv heads on an H200, tables
+    as wide as requests are long: of heads of 128, 32 x 512 takes 22 by three stages, 29 by two; 16
+    x 4096 72 by four programs, 87 by three, where one more is left for each to end alone; 64 x 512
+    38 by two warps, 40 by four, longer ones as much less by four. Of heads of 64, 64 x 4096 takes
+    135 by eight programs, 141 by four; 24 x 4096 55 by six, 65 by four.
+
+    Args:
+        whole: whether a program has all keys of its request.
+    """
+    wide = keys * width > 4096
+    if rows > 16 or width > 128:
+        fits = 4 if rows <= 32 and width <= 128 else 2
+        return (4, 2, 2) if wide and width <= 128 else (4, 3, fits)
+    if there <= 3:
+        return 4, 3, there
+    if wide:
+        return 2 if whole else 4, 2, 4
+    if keys == 64 and there > 4 and not whole:
+        return (2, 3, 6) if there <= 6 else (2, 2, 8)
+    return 2, 3, 4
 
 
 def shared(units: int, spans: int, pairs: int, places: int) -> int | None:
@@ -281,10 +304,9 @@ def split_kernel(
         rounds = tl.cdiv(tl.maximum(units, 1) - unit, EACH)
     elif not FINAL:
         rounds = (tl.maximum(units, 1) > unit).to(tl.int32)
-    at_unit = unit
-    for _ in tl.range(0, rounds, num_stages=1):
-        key = first // size * size + at_unit * size
-        last = tl.minimum(length, key + size)
+    IN_ONE: tl.constexpr = SHARED and SPAN == SPLIT  # by spans it would be 4 % of the time longer
+    at = pair + unit * (Q * GROUP) + m
+    for _ in tl.range(0, tl.minimum(rounds, 1) if IN_ONE else rounds, num_stages=1):
         query = x.to(tl.float32) if FLOAT32 else x
         position = length - new + m // GROUP
         if FEW:
@@ -298,34 +320,42 @@ def split_kernel(
                 )  # fmt: skip
             total = tl.max(weights, 1)
         else:
-            acc, top, total = sum_keys(
-                query, position, tl.maximum(key, first // KEYS * KEYS), first, last, table,
+            end = tl.minimum(length, (first // size + units) * size)
+            acc, top, total, at = sum_units(
+                query, position, key, size, first, end, rounds, EACH, table,
                 k_cache, v_cache, k_block, k_slot, v_block, v_slot, scale * by_k, softcap, window,
-                ALIKE, SIZE, D, WIDTH, CAUSAL, WINDOW, SOFTCAP, ROWS, KEYS, Q, SPLIT, SPAN,
+                parts, tops, totals, at, real,
+                ALIKE, SIZE, D, WIDTH, CAUSAL, WINDOW, SOFTCAP, ROWS, KEYS, Q, SPLIT, SPAN, IN_ONE,
+                Q * GROUP,
             )  # fmt: skip
         if FINAL or alone:
             acc *= finish(top, total, sinks, query_head, real, by_v, SINKS)[:, None]
             put_rounded(out + out_at, acc, out_scale, q, there, ROUNDS)
         else:
-            at = pair + at_unit * (Q * GROUP) + m
-            tl.store(tops + at, top, mask=real)
-            tl.store(totals + at, total, mask=real)
-            tl.store(parts + at[:, None] * D + d[None, :], acc, mask=there)
-        at_unit += EACH
+            put_sums(parts, tops, totals, at, acc, top, total, real, D, WIDTH)
+        key += EACH * size
+        at += EACH * (Q * GROUP)
     if not FINAL:
         sharers = tl.minimum(units, EACH)
         if not alone and unit < sharers:
             tl.debug_barrier()
             before = tl.atomic_add(done + r * HEADS + head, 1, sem="acq_rel", scope="gpu")
             if before == sharers - 1:
-                per = PER if SPAN == SPLIT else SPAN // size
-                i = tl.arange(0, triton.next_power_of_2(Q * GROUP))  # ROWS has more
+                COUNT: tl.constexpr = triton.next_power_of_2(Q * GROUP)  # ROWS has more
+                i = tl.arange(0, COUNT)
                 used = i < new * GROUP
                 owner = head * GROUP + i % GROUP
-                sums, most, weight = merge_units(
-                    parts + pair * D, tops + pair, totals + pair, i, used, first // size, units,
-                    per, D, WIDTH, triton.next_power_of_2(Q * GROUP), Q * GROUP, PER, 1,
-                )  # fmt: skip
+                # as many loads go together: of a span's splits, or of spans
+                if SPAN > SPLIT and size > SPLIT:
+                    sums, most, weight = merge_units(
+                        parts + pair * D, tops + pair, totals + pair, i, used, first // size, units,
+                        1, D, WIDTH, COUNT, Q * GROUP, 1, PER,
+                    )  # fmt: skip
+                else:
+                    sums, most, weight = merge_units(
+                        parts + pair * D, tops + pair, totals + pair, i, used, first // size, units,
+                        PER, D, WIDTH, COUNT, Q * GROUP, PER, 1,
+                    )  # fmt: skip
                 sums *= finish(most, weight, sinks, owner, used, by_v, SINKS)[:, None]
                 into = out + (begin + i // GROUP).to(tl.int64) * out_row + owner * out_head
                 real_sums = used[:, None] & (d < D)[None, :]
@@ -333,14 +363,19 @@ def split_kernel(
 
 
 @triton.jit
-def sum_keys(
-    q, position, begin, first, last, table, k_cache, v_cache,
-    k_block, k_slot, v_block, v_slot, scale, softcap, window,
+def sum_units(
+    q, position, key, size, first, end, rounds, EACH, table, k_cache, v_cache,
+    k_block, k_slot, v_block, v_slot, scale, softcap, window, parts, tops, totals, at, real,
     ALIKE: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, Q: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr,
+    IN_ONE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Keys begin <= n < last, split by split: weighted values, largest scores, sums of weights.
+    """A unit's keys, which are `size` from `key` on, in splits: weighted values, largest scores,
+    sums of weights; and `at`, where they belong.
+
+    With IN_ONE `rounds` units, each a split, EACH from one another, are one row of tiles: those of
+    the next are on their way while the last one's are summed. All sums but the last are put.
 
     A tile's blocks are looked up while the tile before is summed, so that its keys can be on their
     way a tile earlier.
@@ -348,12 +383,20 @@ def sum_keys(
     d = tl.arange(0, WIDTH)
     part, part_top, part_total = nothing(ROWS, WIDTH)
     acc, top, total = part, part_top, tl.zeros((ROWS,), tl.float32)
-    ahead = tl.load(table + within(begin + tl.arange(0, KEYS), first, last) // SIZE)
-    for start in tl.range(begin, last, KEYS):
-        n = start + tl.arange(0, KEYS)
+    hop = 0  # from the end of a unit to the next one
+    stop = tl.minimum(end, key + size)
+    if IN_ONE:
+        hop = (EACH - 1) * SPLIT
+        stop = tl.minimum(end, key + (rounds - 1) * EACH * SPLIT + SPLIT) - (rounds - 1) * hop
+    begin = tl.maximum(key, first // KEYS * KEYS)
+    ahead = tl.load(table + within(begin + tl.arange(0, KEYS), first, end) // SIZE)
+    for start in tl.range(begin, stop, KEYS):
+        n = start + (start - key) // SPLIT * hop + tl.arange(0, KEYS)
+        after = start + KEYS
+        after += (after - key) // SPLIT * hop
         block = ahead.to(tl.int64)
-        ahead = tl.load(table + within(n + KEYS, first, last) // SIZE)
-        row = within(n, first, last) % SIZE
+        ahead = tl.load(table + within(after + tl.arange(0, KEYS), first, end) // SIZE)
+        row = within(n, first, end) % SIZE
         k_at = (block * k_block + row * k_slot)[:, None] + d[None, :]
         v_at = k_at if ALIKE else (block * v_block + row * v_slot)[:, None] + d[None, :]
         if WIDTH == D:
@@ -362,16 +405,34 @@ def sum_keys(
         else:
             k = tl.load(k_cache + k_at, mask=(d < D)[None, :], other=0.0)
             v = tl.load(v_cache + v_at, mask=(d < D)[None, :], other=0.0)
-        live = (n >= first) & (n < last)
+        live = (n >= first) & (n < end)
         part, part_top, part_total = sum_tile(
             q, k, v, n, live, position, part, part_top, part_total, scale, softcap, window,
             CAUSAL, WINDOW, SOFTCAP, KEYS, Q,
         )  # fmt: skip
-        if SPAN > SPLIT:
+        if SPAN > SPLIT or IN_ONE:
             if (start + KEYS) % SPLIT == 0:
                 acc, top, total = fold(acc, top, total, part, part_top, tl.max(part_total, 1))
                 part, part_top, part_total = nothing(ROWS, WIDTH)
-    return fold(acc, top, total, part, part_top, tl.max(part_total, 1))
+                if IN_ONE:
+                    if start + KEYS < stop:
+                        put_sums(parts, tops, totals, at, acc, top, total, real, D, WIDTH)
+                        acc, top, _ = nothing(ROWS, WIDTH)
+                        total = tl.zeros((ROWS,), tl.float32)
+                        at += EACH * STEP
+    acc, top, total = fold(acc, top, total, part, part_top, tl.max(part_total, 1))
+    return acc, top, total, at
+
+
+@triton.jit
+def put_sums(
+    parts, tops, totals, at, acc, top, total, real, D: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Those of a unit, for who merges them: rows `at` that are `real`."""
+    d = tl.arange(0, WIDTH)
+    tl.store(tops + at, top, mask=real)
+    tl.store(totals + at, total, mask=real)
+    tl.store(parts + at[:, None] * D + d[None, :], acc, mask=real[:, None] & (d < D)[None, :])
 
 
 @triton.jit

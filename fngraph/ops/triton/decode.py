@@ -8,7 +8,7 @@ not depend on the batch around it or on the size that served it.
 
 A unit is what a program sums at a time: a split, or a whole span of splits if the request is long
 enough to fill the device so. There is a program for every unit that a request could have, or, where
-these are too many, each takes several in turn. Those past the end of their request read its length
+these are more than run at once, each takes several in turn. Those past the end of their request read its length
 and are done; the device gives each next one to whichever multiprocessor is free, which requests of
 any lengths share well.
 """
@@ -152,7 +152,7 @@ def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
     many = 0 if pairs >= places else SPLITS * places // pairs
     if many >= splits:
         each = (2 if wide else 4) * places // pairs
-        if each < splits and not large:  # as many as a processor has room for, all at a time
+        if each < splits and not large:  # as many as run at once
             return how._replace(each=each, programs=-(-pairs * each // places))
         if split <= 2 * keys:  # FEW: both tiles in registers
             return how._replace(programs=2 if large else 3)

@@ -8,9 +8,9 @@ not depend on the batch around it or on the size that served it.
 
 A unit is what a program sums at a time: a split, or a whole span of splits if the request is long
 enough to fill the device so. There is a program for every unit that a request could have, or, where
-these are more than run at once, each takes several in turn. Those past the end of their request read its length
-and are done; the device gives each next one to whichever multiprocessor is free, which requests of
-any lengths share well.
+these are more than run at once, each takes several in turn. Those past the end of their request
+read its length and are done; the device gives each next one to whichever multiprocessor is free,
+which requests of any lengths share well.
 """
 
 from __future__ import annotations

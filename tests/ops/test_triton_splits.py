@@ -119,7 +119,7 @@ def test_programs_that_share_units_are_fewer_and_fill_the_device():
 @pytest.mark.parametrize("D", [64, 80, 128, 256])
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn, torch.float32], ids=str)
 def test_a_row_s_bits_are_the_same_whatever_the_size_of_the_key(Q, D, cache):
-    """2 to 300 requests over tables for 400 to 8192 keys: units of every kind are chosen."""
+    """1 to 300 requests over tables for 400 to 8192 keys: units of every kind are chosen."""
     dtype = torch.float32 if cache is torch.float32 else torch.bfloat16
     for past in (390, 3000, 8000):
         rows = [(Q, past), (Q, past // 3)]

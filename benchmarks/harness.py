@@ -135,7 +135,9 @@ def count(
     def number(word: str) -> int:
         found = int(word)
         if found < least or found % multiple_of:
-            wanted = f"a multiple of {multiple_of}" if multiple_of > 1 else f"{least} or more"
+            wanted = f"{least} or more"
+            if multiple_of > 1:
+                wanted = f"a multiple of {multiple_of}: {multiple_of}, {2 * multiple_of}, ..."
             raise argparse.ArgumentTypeError(f"{word} is not {wanted}")
         if found > most:
             raise argparse.ArgumentTypeError(f"{word} is more than {most}")

@@ -1,4 +1,4 @@
-"""Split-KV decode of what should not come, or hardly ever: nobody else's memory is touched."""
+"""Split-KV decode of what should not come, or hardly ever: nobody else's memory is written."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import torch
 from test_triton_splits import attend
 from triton_cases import GPU, WHERE, build, run
 
+from fngraph.errors import BackendError
+from fngraph.ops import ATTENTION
 from fngraph.ops.triton import launching as triton_launch
+from fngraph.testing.cases import arguments
+from fngraph.testing.differences import worst_row
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 if triton_launch.missing() is None:
     from fngraph.ops.triton import decode as triton_decode, merging as triton_merge
-    from fngraph.ops.triton.keys import Tile
+    from fngraph.ops.triton.keys import Tile, options
 
 
 @pytest.mark.parametrize(("many", "each"), [(0, None), (0, 1), (None, None), (None, 3)])
@@ -57,6 +61,34 @@ def test_a_batch_of_no_requests():
         meta.slot_mapping[:0], meta.seq_lens[:0], meta.query_start_loc[:1], meta.block_tables[:0]
     )
     assert run("triton_decode", c, 1).shape[0] == 0
+
+
+@pytest.mark.parametrize("backend", ["triton_decode", "triton"])
+def test_a_table_of_no_blocks_is_a_batch_that_sees_nothing(backend):
+    c = build((1, 5), (1, 9), heads=(4, 2, 16), block_size=16, query_len=1)
+    c.meta = c.meta._replace(
+        block_tables=c.meta.block_tables[:, :0], slot_mapping=c.meta.slot_mapping.fill_(-1)
+    )
+    assert run(backend, c, 1).eq(0).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("backend", ["triton_decode", "triton"])
+def test_a_window_that_no_request_fills_is_none(backend, window, causal):
+    """Positions are added to it in 32 bits."""
+    c = build((1, 5), (1, 40), heads=(4, 2, 16), block_size=16, query_len=1)
+    want = run("reference", c, 1, causal=causal)
+    assert worst_row(run(backend, c, 1, causal=causal, window=window), want) < 1e-5
+
+
+def test_slots_too_far_apart_for_32_bits_are_refused():
+    """Memory that is only named: kernels never run."""
+    c = build((1, 5), heads=(4, 2, 16), block_size=16, query_len=1)
+    far = torch.empty(0, device="meta").as_strided((2, 16, 2, 16), (16, 2**28, 16, 1))
+    config = ATTENTION.configure(*arguments(c, c.q))
+    with pytest.raises(BackendError, match=f"v_cache: slots of a block lie {2**28} elements"):
+        options(config, (c.k_cache, far))
 
 
 def test_rows_past_the_last_request_are_zero_where_sums_are_merged():

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 if triton_launch.missing() is None:
     from fngraph.ops.triton import decode as triton_decode
     from fngraph.ops.triton.keys import Tile
-# past tokens: up to 35 splits of 32, or 54, in spans of 256, of which 4 are merged at a time
+# past tokens: up to 35 splits of 32, or 54, in spans of 256
 LONG = (299, 1700 if GPU else 1100, 0)
 SHORT = (200, 7, 253)  # in one span
 CASES = [(Q, pasts, plain) for Q in (1, 3) for pasts in (LONG, SHORT) for plain in (True, False)]
@@ -75,6 +75,17 @@ def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain, tiles):
         assert not odd[0].isfinite().all()
     assert found[0][-Q:].eq(0).all()
     assert worst_row(found[0], right(c, **options)) < (1e-2 if GPU else 1e-5)
+
+
+def test_more_spans_than_are_loaded_together_are_all_merged():
+    """20 and 11 spans of 256 keys, of which 8 are loaded at a time."""
+    c = build((1, 5000), (1, 2700), heads=(2, 1, 16), block_size=16, query_len=1)
+    run("reference", c, 1)
+    found = []
+    for many, each in ((0, None), (0, 3), (100, None), (None, None)):
+        found.append(attend(c, 1, triton_decode.How(Tile(16, 32, 4, 1), 32, 2, many, each)))
+    assert all(x.equal(found[0]) for x in found[1:])
+    assert worst_row(found[0], right(c)) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

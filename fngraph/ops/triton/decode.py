@@ -2,7 +2,7 @@
 
 Each request's keys are cut into splits and spans of a fixed number of keys, whose sums are folded
 in one order (see `merging`), by the program that is the last of its request and kv head. How long
-they are follows from the block table's width alone; how many programs share them, from static
+they are follows from the block table's width and the config; how many programs share them, from static
 shapes too, and changes no bit. So one graph serves every batch of its class, and a row's bits do
 not depend on the batch around it or on the size that served it.
 
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.core import HostBounds
-from fngraph.ops.paged.config import AttentionArgs, dense
+from fngraph.ops.paged.config import AttentionArgs, dense, sees_nothing
 from fngraph.ops.triton import unified
 from fngraph.ops.triton.keys import Tile, by_step, compute_dtype, finish, options, score
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two, processors
@@ -63,7 +63,8 @@ def attend(
     meta, config = args.meta, args.config
     sinks = None if args.sinks is None else dense(args.sinks)
     R, K, D = meta.seq_lens.shape[0], config.num_kv_heads, config.head_dim
-    if not R:
+    if sees_nothing(meta):
+        args.out.zero_()
         return
     numbers, constants = options(config, args.kv)
     rows = Q * constants["GROUP"]
@@ -194,8 +195,8 @@ def compiled_for(there: int, rows: int, keys: int, width: int, whole: bool) -> t
 def shared(units: int, spans: int, pairs: int, places: int) -> int | None:
     """Programs of a pair that take its units in turn; None: as many as units.
 
-    As many as spans, and at least FILL a multiprocessor; if these come to over MOST each, as many
-    fewer as make whole turns.
+    As many as spans, and at least FILL a multiprocessor; if a multiprocessor came to have over
+    MOST, as many fewer as make whole turns.
     """
     enough = max(spans, FILL * places // pairs)
     turns = -(-enough * pairs // (MOST * places))
@@ -234,7 +235,7 @@ def split_kernel(
 
     What is read before the wait are integers of the batch, which no kernel that starts the next
     one early writes; keys and values are asked for by then, and read behind it. Where a unit is one
-    tile or two (FEW), they are read before the next kernel begins, whose weights would be in front.
+    tile or two (FEW), they are read before the next kernel begins: its weights would come first.
     """
     head = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1)
@@ -345,7 +346,7 @@ def split_kernel(
                 i = tl.arange(0, COUNT)
                 used = i < new * GROUP
                 owner = head * GROUP + i % GROUP
-                # as many loads go together: of a span's splits, or of spans
+                # PER loads go together: of a span's splits, or of PER spans
                 if SPAN > SPLIT and size > SPLIT:
                     sums, most, weight = merge_units(
                         parts + pair * D, tops + pair, totals + pair, i, used, first // size, units,
@@ -468,7 +469,7 @@ def nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def seen(begin, first, length, KEYS: tl.constexpr):
-    """What `sum_keys` reads of a tile: the nearest keys first <= n < length; which of the tile's
+    """What `sum_units` reads of a tile: the nearest keys first <= n < length; which of the tile's
     are such themselves; whether any is, for each."""
     n = begin + tl.arange(0, KEYS)
     some = (begin + tl.zeros_like(n) < length) & (begin + KEYS + tl.zeros_like(n) > first)
@@ -477,5 +478,5 @@ def seen(begin, first, length, KEYS: tl.constexpr):
 
 @triton.jit
 def within(n, first, last):
-    """The nearest keys first <= n < last: always ones to read."""
+    """The nearest keys first <= n < last: ones to read, if the table has `last` of them."""
     return tl.maximum(tl.minimum(n, last - 1), first).to(tl.uint32)

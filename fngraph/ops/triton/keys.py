@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fngraph.errors import BackendError
 from fngraph.ops.triton.launching import power_of_two
 
 LOG2E = 1.4426950408889634
@@ -132,6 +133,9 @@ def finish(top, total, sinks, query_head, mask, v_scale, SINKS: tl.constexpr):
     return v_scale / tl.where(total > 0, total, 1.0)
 
 
+WIDEST = 2**31 - 1  # of what kernels count in 32 bits
+
+
 class Tile(NamedTuple):
     """Rows and keys of a tile, and how it is compiled. Bits depend on keys and dtype alone."""
 
@@ -150,12 +154,23 @@ def compute_dtype(config: Any) -> torch.dtype:
 def options(
     config: Any, kv: tuple[Tensor, Tensor]
 ) -> tuple[tuple[float, float, int], dict[str, Any]]:
-    """(scale, softcap, window), as both kernels take them, and their constants."""
+    """(scale, softcap, window) as the split kernel and the unified one take them; their constants.
+
+    Raises:
+        BackendError: slots of a block lie so far apart that offsets within it take over 31 bits.
+    """
+    for name, x in zip(("k_cache", "v_cache"), kv):
+        if (config.block_size - 1) * x.stride(1) > WIDEST:
+            raise BackendError(
+                f"{name}: slots of a block lie {x.stride(1)} elements apart, so that its "
+                f"{config.block_size} span more than {WIDEST}, as far as Triton's attention counts. "
+                'Pass a cache whose blocks lie together, or backend="reference"'
+            )
     softcap = config.softcap or 0.0
     numbers = (
         config.scale / softcap if softcap else config.scale * LOG2E,
         softcap * LOG2E,
-        config.window or 0,
+        min(config.window or 0, WIDEST // 2),  # positions are added to it
     )
     constants = {
         "ALIKE": kv[0].stride() == kv[1].stride(),

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fngraph.core import HostBounds
-from fngraph.ops.paged.config import AttentionArgs, dense
+from fngraph.ops.paged.config import AttentionArgs, dense, sees_nothing
 from fngraph.ops.triton.keys import Tile, attend_keys, by_step, compute_dtype, finish, options
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.repeating import Launches
@@ -98,6 +98,9 @@ def attend(args: AttentionArgs, tile: Tile | None = None, kept: Launches | None 
     meta, config = args.meta, args.config
     sinks = None if args.sinks is None else dense(args.sinks)
     T, R = q_THD.shape[0], meta.seq_lens.shape[0]
+    if sees_nothing(meta):
+        args.out.zero_()
+        return
     numbers, constants = options(config, args.kv)
     group = constants["GROUP"]
     tile = tile or tile_of(config)

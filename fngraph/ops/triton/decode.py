@@ -2,9 +2,9 @@
 
 Each request's keys are cut into splits and spans of a fixed number of keys, whose sums are folded
 in one order (see `merging`), by the program that is the last of its request and kv head. How long
-they are follows from the block table's width and the config; how many programs share them, from static
-shapes too, and changes no bit. So one graph serves every batch of its class, and a row's bits do
-not depend on the batch around it or on the size that served it.
+they are follows from the block table's width and the config; how many programs share them, from
+static shapes too, and changes no bit. So one graph serves every batch of its class, and a row's
+bits do not depend on the batch around it or on the size that served it.
 
 A unit is what a program sums at a time: a split, or a whole span of splits if the request is long
 enough to fill the device so. There is a program for every unit that a request could have, or, where

@@ -163,7 +163,7 @@ def options(
         if (config.block_size - 1) * x.stride(1) > WIDEST:
             raise BackendError(
                 f"{name}: slots of a block lie {x.stride(1)} elements apart, so that its "
-                f"{config.block_size} span more than {WIDEST}, as far as Triton's attention counts. "
+                f"{config.block_size} span over {WIDEST}, as far as Triton's attention counts. "
                 'Pass a cache whose blocks lie together, or backend="reference"'
             )
     softcap = config.softcap or 0.0

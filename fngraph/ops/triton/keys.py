@@ -20,6 +20,7 @@ from fngraph.errors import BackendError
 from fngraph.ops.triton.launching import power_of_two
 
 LOG2E = 1.4426950408889634
+WIDEST = 2**31 - 1  # of what kernels count in 32 bits
 
 
 @triton.jit
@@ -131,9 +132,6 @@ def finish(top, total, sinks, query_head, mask, v_scale, SINKS: tl.constexpr):
         sink = tl.load(sinks + query_head, mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
         total += tl.exp2(sink - tl.where(top == float("-inf"), 0.0, top))
     return v_scale / tl.where(total > 0, total, 1.0)
-
-
-WIDEST = 2**31 - 1  # of what kernels count in 32 bits
 
 
 class Tile(NamedTuple):

@@ -176,6 +176,15 @@ def test_a_batch_of_nothing_but_padding():
         assert bits(c.k_cache).equal(bits(before))
 
 
+@pytest.mark.parametrize("query_len", [None, 1])
+def test_a_table_of_no_blocks_is_a_batch_that_sees_nothing(query_len):
+    c = latent((1, 5), (1, 9), sizes=SMALL)
+    c.meta = c.meta._replace(
+        block_tables=c.meta.block_tables[:, :0], slot_mapping=c.meta.slot_mapping.fill_(-1)
+    )
+    assert run("triton_decode", c, L, query_len).eq(0).all()
+
+
 # --- batch invariance -----------------------------------------------------------------------------
 
 

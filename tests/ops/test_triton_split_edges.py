@@ -16,7 +16,7 @@ from fngraph.testing.differences import worst_row
 pytestmark = [pytest.mark.gpu] if GPU else []
 if triton_launch.missing() is None:
     from fngraph.ops.triton import decode as triton_decode, merging as triton_merge
-    from fngraph.ops.triton.keys import Tile, options
+    from fngraph.ops.triton.keys import Tile, check_near, options
 
 
 @pytest.mark.parametrize(("many", "each"), [(0, None), (0, 1), (None, None), (None, 3)])
@@ -89,6 +89,9 @@ def test_slots_too_far_apart_for_32_bits_are_refused():
     config = ATTENTION.configure(*arguments(c, c.q))
     with pytest.raises(BackendError, match=f"v_cache: slots of a block lie {2**28} elements"):
         options(config, (c.k_cache, far))
+    with pytest.raises(BackendError, match="cache: slots of a block"):  # as latent attention asks
+        check_near("cache", far[:, :, 0], 16)
+    check_near("cache", far[:, :, 0], 8)
 
 
 def test_rows_past_the_last_request_are_zero_where_sums_are_merged():

@@ -149,21 +149,31 @@ def compute_dtype(config: Any) -> torch.dtype:
     return torch.float32 if exact else config.dtype
 
 
+def check_near(name: str, cache: Tensor, block_size: int) -> None:
+    """Whether kernels reach all slots of a block, (num_blocks, block_size, ...), in 32 bits.
+
+    Raises:
+        BackendError: they lie too far apart.
+    """
+    step = cache.stride(1)
+    if (block_size - 1) * step > WIDEST:
+        raise BackendError(
+            f"{name}: slots of a block lie {step} elements apart, so that its {block_size} span "
+            f"over {WIDEST}, as far as Triton's attention counts. Pass a cache whose blocks lie "
+            'together, or backend="reference"'
+        )
+
+
 def options(
     config: Any, kv: tuple[Tensor, Tensor]
 ) -> tuple[tuple[float, float, int], dict[str, Any]]:
     """(scale, softcap, window) as the split kernel and the unified one take them; their constants.
 
     Raises:
-        BackendError: slots of a block lie so far apart that offsets within it take over 31 bits.
+        BackendError: see `check_near`.
     """
     for name, x in zip(("k_cache", "v_cache"), kv):
-        if (config.block_size - 1) * x.stride(1) > WIDEST:
-            raise BackendError(
-                f"{name}: slots of a block lie {x.stride(1)} elements apart, so that its "
-                f"{config.block_size} span over {WIDEST}, as far as Triton's attention counts. "
-                'Pass a cache whose blocks lie together, or backend="reference"'
-            )
+        check_near(name, x, config.block_size)
     softcap = config.softcap or 0.0
     numbers = (
         config.scale / softcap if softcap else config.scale * LOG2E,

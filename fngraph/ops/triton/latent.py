@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 
 from fngraph.core import HostBounds
-from fngraph.ops.paged.config import dense
+from fngraph.ops.paged.config import dense, sees_nothing
 from fngraph.ops.paged.latent import MLAArgs
 from fngraph.ops.triton.decode import How
-from fngraph.ops.triton.keys import LOG2E, Tile, compute_dtype, weigh
+from fngraph.ops.triton.keys import LOG2E, Tile, check_near, compute_dtype, weigh
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two, processors
 from fngraph.ops.triton.merging import empty, merge
 from fngraph.ops.triton.overlapping import overlap
@@ -58,6 +58,10 @@ def attend_unified(args: MLAArgs, tile: Tile | None = None, kept: Launches | Non
         args.out,
         args.config,
     )
+    if sees_nothing(meta):
+        out_THL.zero_()
+        return
+    check_near("cache", cache, config.block_size)
     T, R = q_THC.shape[0], meta.seq_lens.shape[0]
     tile = tile or tile_of(config, 64)
     known = constants(config, tile)
@@ -87,6 +91,10 @@ def attend_decode(
         args.out,
         args.config,
     )
+    if sees_nothing(meta):
+        out_THL.zero_()
+        return
+    check_near("cache", cache, config.block_size)
     R, H, L = meta.seq_lens.shape[0], config.num_heads, config.rank
     widest = meta.block_tables.shape[1] * config.block_size
     how = how or how_to(config, Q, widest)

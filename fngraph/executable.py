@@ -8,6 +8,7 @@ of its `Maker`.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from fngraph.core.costs.launch import Count, LaunchModel
 from fngraph.core.costs.roofline import Constants
 from fngraph.core.memory import Bytes
 from fngraph.core.program import Program
+from fngraph.core.spec import Key
 from fngraph.core.text import expect
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.table import DonationTable
@@ -27,8 +29,11 @@ from fngraph.fx.leaves import Leaf
 from fngraph.fx.rows.boxes import Boxes
 from fngraph.fx.tracing.ambient import Ambient
 from fngraph.graphs.replay import InstructionFn
+from fngraph.one_launch import OneLaunch
 from fngraph.ops.backend import Planner
 from fngraph.ranks.agreement import Peers
+
+LOG = logging.getLogger("fngraph")
 
 
 class Maker(Protocol):
@@ -106,6 +111,7 @@ class Executable:
         peers: the processes that its collectives meet; None: it has none.
         divided: index of a leaf that tells a primitive where sequences begin, to the rows that they
             are of.
+        one_launch: what FULL keys of one token run in the place of `program`; None: they run that.
     """
 
     args: Arguments
@@ -138,10 +144,24 @@ class Executable:
     dirty: Mapping[int, Boxes] = dataclasses.field(default_factory=dict)
     peers: Peers | None = None
     divided: Mapping[int, Dim] = dataclasses.field(default_factory=dict)
+    one_launch: OneLaunch | None = None
 
     def sizes(self, descriptor: BatchDescriptor) -> dict[str, int]:
         """{"T": padded tokens, "R": padded requests, ...} of a key."""
         return sizes_of(descriptor, self.limits)
+
+    def program_of(
+        self, key: Key, inputs: Sequence[torch.Tensor]
+    ) -> tuple[Program, tuple[InstructionFn, ...]]:
+        """What a key runs, over these inputs, with its callables."""
+        mode, descriptor = key
+        sizes, one = self.sizes(descriptor), self.one_launch
+        if one is None or mode is not Mode.FULL or sizes["T"] != 1 or sizes["R"] != 1:
+            return self.program, self.fns
+        if why := one.why_not(inputs):
+            LOG.info("%s %s is no single launch: %s", mode, descriptor, why)
+            return self.program, self.fns
+        return one.program, one.fns
 
     @property
     def reads(self) -> set[int]:

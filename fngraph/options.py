@@ -143,6 +143,7 @@ class OptionsDict(ResolveDict, total=False):
     compile_sizes: Iterable[int]
     cache: bool
     passes: PassList
+    megakernel: bool
     verify: float | Verify
     record: int
 
@@ -224,6 +225,7 @@ class Options:
     compile_sizes: tuple[int, ...] = ()
     cache: bool = True
     passes: tuple[Pass, ...] | None = None
+    megakernel: bool = True
     verify: float | Verify = 0.0
     record: int = 0
     resolve: ResolveDict = dataclasses.field(default_factory=ResolveDict)
@@ -334,6 +336,7 @@ def _is_count(x: Any) -> bool:
     return hasattr(x, "__index__") and not isinstance(x, bool)
 
 
+_OF_RESOLVE = ("pooling", "encoder_decoder", "layerwise", "eager")
 _SAID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_keys": (_is_count, "a number of exact shapes"),
     "key_reqs": (lambda x: x is None or _is_count(x), "a number of requests, several, or None"),
@@ -347,7 +350,7 @@ _SAID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "state_blocks": (lambda x: x is None or _is_count(x), "a number of blocks, or None"),
     **{
         name: (lambda x: isinstance(x, bool), "True or False")
-        for name in ("guards", "cache", "pooling", "encoder_decoder", "layerwise", "eager")
+        for name in ("guards", "cache", "megakernel", *_OF_RESOLVE)
     },
 }
 """What an option, or each of several, must be, and in words."""

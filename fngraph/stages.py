@@ -74,6 +74,8 @@ from fngraph.fx.signatures import Signature
 from fngraph.fx.tracing.ambient import Ambient
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.graphs.replay import InstructionFn
+from fngraph.one_launch import Layers, OneLaunch, layers_of
+from fngraph.ops.megakernel import Megakernel
 from fngraph.ops.primitives import PRIMITIVES
 from fngraph.options import (
     CaptureDict,
@@ -183,6 +185,8 @@ class Compiled:
                 for one in compiled
             ]
             parts.append(table(["mode", "key", "compiled", "sizes"], uses))
+        if self.executable.one_launch is not None:
+            parts.append(f"FULL keys of one token: {self.executable.one_launch!r}")
         return "\n\n".join(parts)
 
     def __repr__(self) -> str:
@@ -279,6 +283,12 @@ class Lowered:
                     made = before.get(piece.key) or self._compiled(name, piece, plan)
                     of_piece[id(piece)] = made
                     compiled.append(made)
+        if isinstance(layers := self.layers, Layers):
+            for name, piece in zip(
+                ("piece of one token", "last piece of one token"), layers.around.beside
+            ):
+                if self.level != "none" and isinstance(plan := plan_of(piece.gm), Plan):
+                    of_piece[id(piece)] = self._compiled(name, piece, plan, of_one=True)
         for call in self.inner.values():
             call.check_shipped()
         functions = self.split.functions if self.level != "none" else {}
@@ -290,7 +300,12 @@ class Lowered:
                 call.check_shipped()
             else:
                 fns.append(callables.of(part))
-        made_of = self.executable(tuple(fns), tuple(compiled))
+        one_launch = None
+        if isinstance(layers, Layers):
+            kernel, around = Megakernel(layers.decoder), layers.around
+            ran = tuple(kernel if p is around.run else callables.of(p) for p in around.parts)
+            one_launch = OneLaunch(around.program, ran, kernel)
+        made_of = self.executable(tuple(fns), tuple(compiled), one_launch)
         passes = tuple(one.counted() for one in self.split.traced.passes)
         return Compiled(made_of, options, tuple(self.split.distinct), passes)
 
@@ -299,13 +314,28 @@ class Lowered:
         wanted = {piece.key for piece, plan in self._plans.values() if isinstance(plan, Plan)}
         return wanted == {one.key for one in compiled}
 
-    def _compiled(self, name: str, piece: Piece, plan: Plan) -> CompiledPiece:
-        """A piece compiled for every key, and for the extremes of what runs without one."""
-        within, letters = whole(self.limits), self.split.traced.graph.letters
+    @functools.cached_property
+    def layers(self) -> Layers | str:
+        """What FULL keys of one token run as one launch, or why they do not."""
+        traced, modes = self.split.traced, self.table.modes
+        if not traced.options.megakernel:
+            return "megakernel=False"
+        if Mode.FULL not in (modes.decode, modes.mixed):
+            return "there are no FULL keys"
+        return layers_of(traced.graph, traced.outputs)
+
+    def _compiled(self, name: str, piece: Piece, plan: Plan, of_one: bool = False) -> CompiledPiece:
+        """A piece compiled for every key, and for the extremes of what runs without one; or for one
+        token of one request."""
+        limits = Limits(1, 1, **self.limits.dims) if of_one else self.limits
+        within, letters = whole(limits), self.split.traced.graph.letters
         disk = disk_of(os.environ) if self.split.traced.options.cache else None
         passes = [one.key for one in self.split.traced.options.passes_in_order]
         source = Source(name, piece.key, plan, letters, passes, disk)
         made = CompiledPiece(source, within, self.level)
+        if of_one:
+            made.compile_ahead((), [(1, 1)])
+            return made
         keys = [sizes_of(key, self.limits) for _, key in self.table]
         most_tokens, most_reqs = within.tokens.high, within.reqs.high
         corners = [(1, 1), (most_tokens, 1), (most_tokens, min(most_tokens, most_reqs))]
@@ -314,8 +344,9 @@ class Lowered:
         return made
 
     def executable(
-        self, fns: tuple[InstructionFn, ...], compiled: tuple[CompiledPiece, ...] = ()
-    ) -> Executable:
+        self, fns: tuple[InstructionFn, ...], compiled: tuple[CompiledPiece, ...] = (),
+        one_launch: OneLaunch | None = None,
+    ) -> Executable:  # fmt: skip
         """What a step is made of, with these callables, one an instruction."""
         traced, pieces = self.split.traced, self.split.pieces
         planners = {id(p): p for call in self.calls for p in call.planners.values()}
@@ -350,6 +381,7 @@ class Lowered:
             dirty=traced.dirty,
             peers=self._peers(),
             divided=divided(pieces.program, self.calls),
+            one_launch=one_launch,
         )
 
     def _peers(self) -> Peers | None:
@@ -625,10 +657,15 @@ class Traced:
             )
         return ran[name].diff()
 
+    @property
+    def outputs(self) -> list[int]:
+        """Indices of the output leaves that a program gives: all but donated leaves' new values."""
+        returned = set(self.returns.values())
+        return [i for i in range(self.out_tree.num_leaves) if i not in returned]
+
     def split(self) -> Split:
         """Cut at every primitive; equal pieces become one."""
-        returned = set(self.returns.values())
-        outputs = [i for i in range(self.out_tree.num_leaves) if i not in returned]
+        outputs = self.outputs
         by_loops, apart = self.options.compile != "none", one_by_one(self.options.backends)
         return Split(self, split(self.graph, tuple(PRIMITIVES), outputs, by_loops, apart))
 

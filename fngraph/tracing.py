@@ -202,7 +202,7 @@ class Retracer:
         new = self._trace(leaves)
         lowered = new.split().lower(self.limits)
         if new.computes_as(self.traced) and lowered.runs(old.compiled):
-            same = lowered.executable(old.fns, old.compiled)
+            same = lowered.executable(old.fns, old.compiled, old.one_launch)
             return dataclasses.replace(same, planners=old.planners)  # what the old ones read
         alike = new.ambient.kernels == self.traced.ambient.kernels
         return lowered.compile(old.compiled if alike else ()).executable

@@ -149,7 +149,7 @@ def _record(keys: Keys, key: Key, watched: bool) -> Replay:
     sizes, host, inputs, unpack = _operands(keys, key)
     executable = keys.executable
     return capture(
-        keys.shared.recorder, executable.program, executable.fns, executable.row_dims, inputs,
+        keys.shared.recorder, *executable.program_of(key, inputs), executable.row_dims, inputs,
         *key, sizes, host, tuple(keys.cut(keys.outputs, sizes)), unpack, executable.generators,
         watched, (keys.ring,),
     )  # fmt: skip
@@ -366,9 +366,8 @@ def _run_padding(keys: Keys, key: Key) -> None:
         except BaseException:  # or the next step would read another slot than its own
             keys.ring.resume()
             raise
-        keys.shared.recorder.warm_up(
-            lambda: run_program(executable.program, executable.fns, inputs, sizes, host)
-        )
+        program = executable.program_of(key, inputs)
+        keys.shared.recorder.warm_up(lambda: run_program(*program, inputs, sizes, host))
     keys.warm[kind(executable, key[1])] = key
 
 

@@ -100,7 +100,7 @@ def split(
     program, parts = split_program(graph, cut_ops, results, {}, by_loops, apart)
     dims = tuple(tuple(graph.dim(s) for s in n.meta["val"].shape) for n in results)
     dtypes = tuple(n.meta["val"].dtype for n in results)
-    owned = {storage_key(n.meta["val"]) for n in _inputs(gm)}
+    owned = {storage_key(n.meta["val"]) for n in inputs_of_program(gm)}
     aliased = []
     for node in results:
         storage = storage_key(node.meta["val"])
@@ -109,7 +109,8 @@ def split(
     return Pieces(program, parts, dims, dtypes, tuple(aliased))
 
 
-def _inputs(gm: fx.GraphModule) -> list[fx.Node]:
+def inputs_of_program(gm: fx.GraphModule) -> list[fx.Node]:
+    """A program's first values: leaves, then constants."""
     return [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
 
 
@@ -124,7 +125,7 @@ def split_program(
         by_loops, apart: see `split`.
     """
     gm = graph.gm
-    inputs = _inputs(gm)
+    inputs = inputs_of_program(gm)
     numbers = {node: i for i, node in enumerate(inputs)}  # of the program's values
     regions = _regions(gm, cut_ops, results, by_loops)
     needed_after = _needed_after(regions, results)
@@ -142,13 +143,12 @@ def split_program(
             name = key.partition("::")[2]
         else:
             writes = [n for n in nodes if n in needed]
-            piece, reads = _piece(graph, nodes, writes)
-            name, key = "piece", _structure(graph, piece)
+            made, reads = ops_of(graph, nodes, writes)
+            name, key = "piece", _structure(graph, made)
             if apart and any(_calls_any(node, cut_ops) for node in nodes):
                 key += f"\n# call {len(instructions)}"
             if key not in shared:
-                shared[key] = Piece(fx.GraphModule({}, piece), key)
-                shared[key].gm.meta[LETTERS] = graph.letters
+                shared[key] = piece_of(graph, made, key)
             part = shared[key]
         for node in writes:
             numbers[node] = len(numbers)
@@ -172,21 +172,28 @@ def _calls_any(node: fx.Node, ops: Sequence[str]) -> bool:
     return any(_calls_any(x, ops) for x in inner)
 
 
-def _regions(
-    gm: fx.GraphModule, cut_ops: Sequence[str], results: Sequence[fx.Node], by_loops: bool
-) -> list[tuple[bool, list[fx.Node]]]:
-    """Live ops in order, as (is a cut, its nodes). Sizes are left out: pieces make their own."""
+def live_ops(gm: fx.GraphModule, results: Sequence[fx.Node]) -> list[fx.Node]:
+    """Ops that `results` need, or that have an effect, in order; without sizes."""
     live: set[fx.Node] = set(results)
     ops = [n for n in gm.graph.nodes if n.op == "call_function" and not is_size(n)]
     for node in reversed(ops):
         if node in live or has_effect(node):
             live.add(node)
             live.update(a for a in node.all_input_nodes if not is_size(a))
+    return [n for n in ops if n in live]
+
+
+def _regions(
+    gm: fx.GraphModule, cut_ops: Sequence[str], results: Sequence[fx.Node], by_loops: bool
+) -> list[tuple[bool, list[fx.Node]]]:
+    """Live ops in order, as (is a cut, its nodes). Sizes are left out: pieces make their own."""
     regions: list[tuple[bool, list[fx.Node]]] = []
     is_open = False  # whether the last one takes more
+    ops = live_ops(gm, results)
+    live = set(ops)
     for node in ops:
         loop = by_loops and is_loop(node)
-        if node not in live or (by_loops and is_loop_result(node)):
+        if by_loops and is_loop_result(node):
             continue
         is_cut = op_name(node) in cut_ops
         if is_cut or loop or not is_open:
@@ -222,13 +229,26 @@ def cut_of(graph: Graph, node: fx.Node) -> Cut:
     return Cut(op_name(node), template, places, row_dims, example, line_of(node))
 
 
-def _piece(
-    graph: Graph, nodes: Sequence[fx.Node], writes: Sequence[fx.Node]
-) -> tuple[fx.Graph, list[fx.Node]]:
-    """A piece as a graph of its own, and the outer nodes that it reads, in argument order."""
+def piece_of(graph: Graph, made: fx.Graph, key: str = "") -> Piece:
+    """What `ops_of` has made, as a piece, by a key of its own if it is given one."""
+    piece = Piece(fx.GraphModule({}, made), key or _structure(graph, made))
+    piece.gm.meta[LETTERS] = graph.letters
+    return piece
+
+
+def ops_of(
+    graph: Graph, nodes: Sequence[fx.Node], writes: Sequence[fx.Node],
+    first: Sequence[fx.Node] = (),
+) -> tuple[fx.Graph, list[fx.Node]]:  # fmt: skip
+    """A piece as a graph of its own, and the outer nodes that it reads, in argument order: `first`,
+    then others.
+
+    Args:
+        writes: those of `nodes` that it gives.
+    """
     inside = set(nodes)
     given = (a for n in nodes for a in n.all_input_nodes if a not in inside and not is_size(a))
-    reads = list(dict.fromkeys(given))
+    reads = list(dict.fromkeys((*first, *given)))
     new = fx.Graph()
     letters = {"T": fx.Proxy(new.placeholder("num_tokens"))}
     letters["R"] = fx.Proxy(new.placeholder("num_reqs"))

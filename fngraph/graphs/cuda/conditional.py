@@ -21,7 +21,7 @@ import torch
 
 from fngraph.errors import CaptureError, PackageError
 from fngraph.graphs.cuda import setter
-from fngraph.graphs.cuda.driver import checked, driver_for, newest
+from fngraph.torch_facts.driver import checked, driver_for, newest, relaxed
 from fngraph.torch_facts.names import (
     allocate_by_thread,
     current_device,
@@ -329,7 +329,7 @@ def _stream_beside(index: int, around: int) -> torch.cuda.ExternalStream:
     else's, where one of torch's is handed out again after 32.
     """
     driver = driver_for(setter.WHAT)
-    with setter.relaxed(driver):
+    with relaxed(driver):
         made = driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
     (stream,) = checked(driver, made, "cannot make a stream")
     return torch.cuda.ExternalStream(int(stream), device=torch.device("cuda", index))

@@ -12,8 +12,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from fngraph.graphs.cuda.driver import checked, driver_for, newest
 from fngraph.graphs.inside import Node
+from fngraph.torch_facts.driver import checked, driver_for, newest
 
 Edges = tuple[tuple[int, int], ...]
 

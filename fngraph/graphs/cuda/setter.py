@@ -7,7 +7,6 @@ nvJitLink; so neither nvcc nor NVRTC is asked for. Once a process and device: 15
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from fngraph.errors import CaptureError, PackageError
-from fngraph.graphs.cuda.driver import checked, driver_for
+from fngraph.torch_facts.driver import checked, driver_for, relaxed
 
 NAME = "fngraph_set_condition"
 ARCHIVE = "libcudadevrt.a"
@@ -91,19 +90,6 @@ def load(index: int) -> Any:
     except RuntimeError as error:
         raise CaptureError(f"{WHAT}: {error}") from error
     return checked(driver, found, f"cannot find {NAME}")[0]
-
-
-@contextlib.contextmanager
-def relaxed(driver: Any) -> Iterator[None]:
-    """Calls that set something up, and do nothing to what this thread captures, are let through."""
-    modes = driver.CUstreamCaptureMode
-    exchange = driver.cuThreadExchangeStreamCaptureMode
-    failed = "cannot change the capture mode"
-    (before,) = checked(driver, exchange(modes.CU_STREAM_CAPTURE_MODE_RELAXED), failed)
-    try:
-        yield
-    finally:
-        checked(driver, exchange(modes(int(before))), failed)
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from fngraph.errors import PackageError
@@ -38,3 +40,16 @@ def checked(driver: Any, result: tuple[Any, ...], failed: str) -> tuple[Any, ...
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"{failed}: {status!r}")
     return tuple(values)
+
+
+@contextlib.contextmanager
+def relaxed(driver: Any) -> Iterator[None]:
+    """Calls that set something up, and do nothing to what this thread captures, are let through."""
+    modes = driver.CUstreamCaptureMode
+    exchange = driver.cuThreadExchangeStreamCaptureMode
+    failed = "cannot change the capture mode"
+    (before,) = checked(driver, exchange(modes.CU_STREAM_CAPTURE_MODE_RELAXED), failed)
+    try:
+        yield
+    finally:
+        checked(driver, exchange(modes(int(before))), failed)

@@ -1,0 +1,109 @@
+"""Split a traced graph around a run of its ops, primitives among them: a callable stands for it.
+
+The result is a program of three instructions at most: what the run needs, the run, what is left.
+There is no cut in it, so it is for graphs that hold the whole program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import fx
+
+from fngraph.core.program import Instruction, Program, with_drops
+from fngraph.fx.nodes import is_size, is_tensor, storages_written
+from fngraph.fx.pieces.cuts import Piece, inputs_of_program, live_ops, ops_of, piece_of
+from fngraph.fx.tracing.tracer import Graph
+from fngraph.torch_facts.memory import storage_key
+
+
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """A program around a run of ops.
+
+    Attributes:
+        run: the run's own ops, `gm(T, R, *reads) -> (result,)`.
+        at: the number of its instruction.
+        parts: a piece for each instruction, `run` for its own.
+    """
+
+    program: Program
+    parts: tuple[Piece, ...]
+    at: int
+
+    @property
+    def run(self) -> Piece:
+        """The ops that the callable stands for."""
+        return self.parts[self.at]
+
+    @property
+    def beside(self) -> list[Piece]:
+        """What goes ahead of it, and behind it."""
+        return [part for part in self.parts if part is not self.run]
+
+
+def split_around(
+    graph: Graph, run: Sequence[fx.Node], reads: Sequence[fx.Node], result: fx.Node,
+    outputs: Sequence[fx.Node],
+) -> Around | str:  # fmt: skip
+    """The program that gives `outputs`; or why ops cannot be moved out of the run.
+
+    Args:
+        run: in the graph's order.
+        reads: all that they read, in the order in which the callable takes it.
+        result: what others read of them.
+    """
+    inside, ops = set(run), live_ops(graph.gm, outputs)
+    ahead = _needed(reads)
+    before = [n for n in ops if n in ahead]
+    after = [n for n in ops if n not in inside and n not in ahead]
+    if why := _cannot_move(run, before, after):
+        return why
+    inputs = inputs_of_program(graph.gm)
+    numbers = {node: i for i, node in enumerate(inputs)}  # of the program's values
+    wanted = {*outputs, *(a for n in after for a in n.all_input_nodes)}
+    later = {*reads, *wanted}
+    instructions: list[Instruction] = []
+    parts: list[Piece] = []
+    for name, nodes, needed, first in (
+        ("piece 0", before, later, ()), ("run 0", run, {result}, reads),
+        ("piece 1", after, wanted, ()),
+    ):  # fmt: skip
+        if not nodes:
+            continue
+        writes = [n for n in nodes if n in needed]
+        made, taken = ops_of(graph, nodes, writes, first)
+        for node in writes:
+            numbers[node] = len(numbers)
+        of = tuple(numbers[n] for n in taken), tuple(numbers[n] for n in writes)
+        instructions.append(Instruction(name, False, len(parts), *of))
+        parts.append(piece_of(graph, made))
+    program = Program(len(inputs), tuple(instructions), tuple(numbers[n] for n in outputs))
+    return Around(with_drops(program), tuple(parts), int(bool(before)))
+
+
+def _needed(reads: Sequence[fx.Node]) -> set[fx.Node]:
+    """These and all that they come from."""
+    found, left = set[fx.Node](), list(reads)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += [a for a in node.all_input_nodes if not is_size(a)]
+    return found
+
+
+def _cannot_move(
+    run: Sequence[fx.Node], before: Sequence[fx.Node], after: Sequence[fx.Node]
+) -> str | None:
+    """Why ops that stand among those of the run cannot go ahead of it or behind it, or None."""
+    written = storages_written(run)
+    touched = written | {storage_key(a.meta["val"]) for n in run for a in n.all_input_nodes
+                         if is_tensor(a)}  # fmt: skip
+    moved = [n for n in before if run[0] < n] + [n for n in after if n < run[-1]]
+    for node in moved:
+        read = {storage_key(a.meta["val"]) for a in node.all_input_nodes if is_tensor(a)}
+        if read & written or storages_written([node]) & touched:
+            return f"{node} is among them, and goes by what they write, or writes what they read"
+    return None

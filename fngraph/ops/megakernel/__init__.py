@@ -1,0 +1,328 @@
+"""All layers of a decoder and its head in one launch, for a step of one token: a megakernel.
+
+A step of one token is a chain of some hundred short kernels, and each begins when the one before
+has ended: of a 0.6B's layer bytes explain a third of the time. Here programs stay on the device
+for the whole step. There is one a multiprocessor, each has its share of every product's rows, and
+asks for the weights of the next product before the input of that is there, since nothing writes
+them; see `decoder.cu`.
+
+    x, cos, sin, slot_mapping, seq_lens, query_start_loc, block_tables,
+    norm, qkv, (q_norm, k_norm,) k_cache, v_cache, out, mlp_norm, gate and up, down     a layer
+    norm, head                                                        ->  (1, words) logits
+
+It rounds to bfloat16 where the ops round that it stands for, but for the norm's scale, which it
+applies to the sums, as `fused_linear` does for few rows. Programs wait for one another, so all of
+them must be on the device at once: it is launched as a cooperative kernel. CUDA C++, compiled by
+NVRTC for the shapes of a model, on GPUs of compute capability 9.0 and later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fngraph.errors import CaptureError, PackageError
+from fngraph.ops.side_by_side import as_one, why_apart
+from fngraph.ops.triton.launching import processors, shared_bytes
+from fngraph.torch_facts.driver import checked, driver_for, relaxed
+
+WHAT = "a decoder in one launch"
+SOURCE = Path(__file__).with_name("decoder.cu")
+WARPS, LOADS, MOST_SPLITS = 8, 32, 16  # as there
+FIRST = 7  # operands before those of the first layer
+
+
+class Decoder(NamedTuple):
+    """What the kernel is compiled for, and numbers that it is called with.
+
+    Attributes:
+        width: of the residual stream.
+        heads, kv_heads, head_dim: of attention.
+        mlp: columns of the gate.
+        layers: how many there are.
+        words: of the vocabulary.
+        block: tokens of a block of the cache.
+        normed: whether heads of q and k have norms.
+        eps: of the norms, and `head_eps` of those of heads.
+        scale: of scores.
+        weights: how many of them make up the matrix of q, k and v, that of the gate and the sum
+            behind it, and the head, which lie side by side.
+    """
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    layers: int
+    words: int
+    block: int
+    normed: bool
+    eps: float
+    head_eps: float
+    scale: float
+    weights: tuple[int, int, int]
+
+    @property
+    def in_layer(self) -> int:
+        """Operands of a layer."""
+        return sum(self.weights[:2]) + 6 + 2 * self.normed
+
+    def refusal(self) -> str | None:
+        """Why no kernel is compiled for these shapes, or None."""
+        inputs = {self.width: "the model", self.heads * self.head_dim: "attention", self.mlp: "mlp"}
+        rows = (self.width, self.mlp, self.words)
+        for columns, whose in inputs.items():
+            if columns % (64 * WARPS):
+                return f"{columns} columns of {whose} are no multiple of {64 * WARPS}"
+        if any(n % 8 for n in rows):
+            return f"one of {rows} rows is no multiple of 8"
+        if self.width > 32 * LOADS * WARPS:
+            return f"{self.width} columns of the model are more than {32 * LOADS * WARPS}"
+        if self.head_dim not in (64, 128):
+            return f"heads of {self.head_dim} are neither of 64 nor of 128"
+        if self.heads > 8 * self.kv_heads:
+            return f"more than 8 of {self.heads} heads share one of {self.kv_heads} kv heads"
+        return None
+
+    def refusal_on(self, device: torch.device) -> str | None:
+        """Why it cannot run on a device, or None."""
+        if device.type != "cuda" or torch.version.cuda is None:
+            return f"it is for GPUs of NVIDIA's, and weights are on {device}"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (9, 0):
+            return "it is for compute capability 9.0 and later, and {}.{} is here".format(
+                *capability
+            )
+        if importlib.util.find_spec("cuda") is None or not importlib.util.find_spec(
+            "cuda.bindings"
+        ):
+            return "cuda.bindings is not installed: pip install cuda-bindings"
+        if self.kv_heads > processors(device):
+            return f"{self.kv_heads} kv heads are more than there are multiprocessors"
+        return None
+
+    def number_of_words(self) -> int:
+        """That its programs write, 8 bytes each."""
+        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim // 2
+        attention = MOST_SPLITS * (self.heads * self.head_dim // 2 + self.heads)
+        return self.layers * (qkv + attention + self.width + self.mlp // 2)
+
+
+class Operands(NamedTuple):
+    """A decoder's tensors in order.
+
+    Attributes:
+        step: x, cos, sin, slot_mapping, seq_lens, query_start_loc, block_tables.
+        layers: of each, those that the kernel's `Layer` points to, in its order.
+        norm, head: behind the layers.
+    """
+
+    step: tuple[Tensor, ...]
+    layers: tuple[tuple[Tensor | None, ...], ...]
+    norm: Tensor
+    head: Tensor
+
+
+def parted(decoder: Decoder, tensors: Sequence[Tensor]) -> Operands | str:
+    """Operands as the kernel reads them, or why it cannot read them where they lie."""
+    in_qkv, in_gate, in_head = decoder.weights
+    left = iter(tensors)
+    take = lambda n: [next(left) for _ in range(n)]  # noqa: E731
+    step = tuple(take(FIRST))
+    layers = []
+    for i in range(decoder.layers):
+        (norm,), qkv = take(1), take(in_qkv)
+        q_norm, k_norm = take(2) if decoder.normed else (None, None)
+        (k, v, out, mlp_norm), gate_up, (down,) = take(4), take(in_gate), take(1)
+        for what, parts in (("q, k and v", qkv), ("the gate", gate_up)):
+            if why := why_apart(parts):
+                return f"weights of {what} of layer {i} do not lie side by side: {why}"
+        layers.append(
+            (norm, as_one(qkv), q_norm, k_norm, out, mlp_norm, as_one(gate_up), down, k, v)
+        )
+    (norm,), head = take(1), take(in_head)
+    if why := why_apart(head):
+        return f"parts of the head do not lie side by side: {why}"
+    made = Operands(step, tuple(layers), norm, as_one(head))
+    for x in (*step, *(x for of in layers for x in of if x is not None), norm, made.head):
+        if not x.is_contiguous() or (x.dtype == torch.bfloat16 and x.data_ptr() % 16):
+            return f"a tensor of shape {tuple(x.shape)} has gaps, or does not begin at 16 bytes"
+    return made
+
+
+class _Step(ctypes.Structure):
+    """The kernel's `Step`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "layers", "x", "cos", "sin", "norm", "head", "logits", "slot", "seq_len", "start",
+            "table", "words", "number",
+        )),
+        ("blocks", ctypes.c_int), ("eps", ctypes.c_float), ("head_eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    ]  # fmt: skip
+
+
+class Megakernel:
+    """A decoder's launch as an instruction of a program, `fn(sizes, host, *tensors) -> (logits,)`.
+
+    What its programs tell one another lies in memory that belongs to it, so launches of one object
+    must follow one another, as those of graphs in one pool do.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self._words: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[tuple[tuple[int, ...], ...], Tensor] = {}
+
+    def __call__(self, sizes: Any, host: Any, *tensors: Tensor) -> tuple[Tensor]:
+        """One step.
+
+        Args:
+            tensors: as `parted` takes them, of one token and one request.
+
+        Raises:
+            CaptureError: they do not lie as the kernel reads them; it cannot be made; or this is
+                the first call, and within a capture.
+            PackageError: NVRTC is missing.
+        """
+        operands = parted(self.decoder, tensors)
+        if isinstance(operands, str):
+            raise CaptureError(f"{WHAT}: {operands}")
+        x, cos, sin, slots, seq_lens, starts, table = operands.step
+        pointers = tuple(
+            tuple(0 if t is None else t.data_ptr() for t in of) for of in operands.layers
+        )
+        if x.device not in self._words or pointers not in self._layers:
+            self._prepare(x.device, pointers)
+        words, number = self._words[x.device]
+        logits = x.new_empty(1, self.decoder.words)
+        read = (cos, sin, operands.norm, operands.head, logits, slots, seq_lens, starts, table)
+        step = _Step(
+            self._layers[pointers].data_ptr(), x.data_ptr(), *(t.data_ptr() for t in read),
+            words.data_ptr(), number.data_ptr(), table.shape[1], self.decoder.eps,
+            self.decoder.head_eps, self.decoder.scale * math.log2(math.e),
+        )  # fmt: skip
+        _launch(self.decoder, x.device, step)
+        return (logits,)
+
+    def _prepare(self, device: torch.device, pointers: tuple[tuple[int, ...], ...]) -> None:
+        """Make what stays from step to step, which no graph may make anew."""
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(f"{WHAT}: its first call cannot be captured, run it before")
+        if device not in self._words:
+            words = torch.zeros(self.decoder.number_of_words(), dtype=torch.int64, device=device)
+            self._words[device] = words, torch.ones(1, dtype=torch.int32, device=device)
+        self._layers[pointers] = torch.tensor(pointers, dtype=torch.int64, device=device)
+
+    def __repr__(self) -> str:
+        return f"Megakernel({self.decoder.layers} layers)"
+
+
+def _launch(decoder: Decoder, device: torch.device, step: _Step) -> None:
+    """One program a multiprocessor, all of them at once, on the current stream.
+
+    Raises:
+        CaptureError: the kernel cannot be made, loaded or launched.
+        PackageError: NVRTC is missing.
+    """
+    driver = driver_for(WHAT)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    function, shared = _loaded(decoder, index)
+    config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    config.gridDimX, config.blockDimX = processors(device), WARPS * 32
+    config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+    config.sharedMemBytes = shared
+    config.hStream = driver.CUstream(init_value=torch.cuda.current_stream(device).cuda_stream)
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    value = driver.CUlaunchAttributeValue()
+    value.cooperative = 1
+    attribute.value = value
+    config.attrs, config.numAttrs = [attribute], 1
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(step))
+    launched = driver.cuLaunchKernelEx(config, function, ctypes.addressof(arguments), 0)
+    try:
+        checked(driver, launched, "cannot launch it")
+    except RuntimeError as error:
+        raise CaptureError(f"{WHAT}: {error}") from error
+
+
+@functools.cache
+def _loaded(decoder: Decoder, index: int) -> tuple[Any, int]:
+    """The kernel on that device, and the bytes of shared memory that it takes."""
+    driver = driver_for(WHAT)
+    device = torch.device("cuda", index)
+    capability = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    image = compiled(decoder, processors(device), capability)
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    try:
+        with torch.cuda.device(device), relaxed(driver):
+            (module,) = checked(driver, driver.cuModuleLoadData(image), "cannot load it")
+            (function,) = checked(
+                driver, driver.cuModuleGetFunction(module, b"megakernel"), "cannot find it"
+            )
+            at, size = checked(
+                driver, driver.cuModuleGetGlobal(module, b"shared_bytes"), "cannot find its memory"
+            )
+            taken = ctypes.c_int()
+            read = driver.cuMemcpyDtoH(ctypes.addressof(taken), at, size)
+            checked(driver, read, "cannot read its memory")
+            if taken.value > shared_bytes(device):
+                raise RuntimeError(
+                    f"it takes {taken.value} bytes of a multiprocessor's {shared_bytes(device)}"
+                )
+            checked(
+                driver, driver.cuFuncSetAttribute(function, attribute, taken.value),
+                "cannot take its memory",
+            )  # fmt: skip
+    except RuntimeError as error:
+        raise CaptureError(f"{WHAT}: {error}") from error
+    return function, taken.value
+
+
+@functools.cache
+def compiled(decoder: Decoder, programs: int, capability: str) -> bytes:
+    """The kernel for so many multiprocessors of "sm_90", say.
+
+    Raises:
+        CaptureError: NVRTC refuses it. PackageError: there is no NVRTC.
+    """
+    try:
+        from cuda.bindings import nvrtc
+
+        code, made = nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), b"decoder.cu", 0, None, None)
+    except (ImportError, RuntimeError) as error:  # the second: no library under the bindings
+        raise PackageError(
+            f"{WHAT} needs NVRTC: pip install cuda-bindings nvidia-cuda-nvrtc ({error})"
+        ) from error
+    options = [f"--gpu-architecture={capability}", "--std=c++20", *macros(decoder, programs)]
+    (code,) = nvrtc.nvrtcCompileProgram(made, len(options), [x.encode() for x in options])
+    if int(code):
+        log = bytearray(nvrtc.nvrtcGetProgramLogSize(made)[1])
+        nvrtc.nvrtcGetProgramLog(made, log)
+        said = log.decode(errors="replace").strip("\0 \n")
+        raise CaptureError(f"{WHAT}: NVRTC does not compile it: {said}")
+    image = bytearray(nvrtc.nvrtcGetCUBINSize(made)[1])
+    nvrtc.nvrtcGetCUBIN(made, image)
+    nvrtc.nvrtcDestroyProgram(made)
+    return bytes(image)
+
+
+def macros(decoder: Decoder, programs: int) -> list[str]:
+    """What `decoder.cu` is compiled by."""
+    values = {
+        "PROGRAMS": programs, "WIDTH": decoder.width, "HEADS": decoder.heads,
+        "KV_HEADS": decoder.kv_heads, "HEAD": decoder.head_dim, "MLP": decoder.mlp,
+        "LAYERS": decoder.layers, "WORDS": decoder.words, "BLOCK": decoder.block,
+        "NORMED": int(decoder.normed),
+    }  # fmt: skip
+    return [f"-D{name}={value}" for name, value in values.items()]

@@ -1,0 +1,366 @@
+"""A decoder's layers as one launch: found, put between what is ahead and behind, run on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import fngraph as fg
+from fngraph import one_launch
+from fngraph.core.program import run_program
+from fngraph.fx.nodes import results_of
+from fngraph.fx.pieces.around import split_around
+from fngraph.fx.pieces.code import direct
+from fngraph.models.families import decoder, gemma3, llama, qwen2, qwen3
+from fngraph.models.weights import naming
+
+SMALL: Any = {"vocab_size": 520, "num_layers": 3, "num_heads": 8, "num_kv_heads": 2, "dim": 512,
+              "mlp_dim": 1024}  # fmt: skip
+BLOCK, BLOCKS = 16, 160
+LIMITS = fg.Limits(8, 2, B=BLOCKS)
+
+
+def family_and_config(name: str) -> tuple[Any, Any]:
+    """Small decoders whose shapes the kernel takes."""
+    if name == "llama":
+        return llama, llama.Config(**SMALL, head_dim=64)
+    if name == "llama of 128":  # more of a kv head's heads, columns and groups that are uneven
+        sizes = {**SMALL, "num_heads": 16, "dim": 1536, "mlp_dim": 2560, "vocab_size": 1000}
+        return llama, llama.Config(**sizes, head_dim=128, tied=True)
+    heads = 64 if name == "qwen3" else 128
+    return qwen3, qwen3.Config(**SMALL, head_dim=heads, rope_theta=1e6, norm_eps=1e-6, tied=True)
+
+
+NAMES = ("llama", "llama of 128", "qwen3", "qwen3 of 128")
+
+
+def params_of(family: Any, config: Any, device: str, apart: bool = False) -> Any:
+    """Drawn so that each layer has a say."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(name: str, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, device=device, generator=generator)
+        return (1 + noise / 10 if x.ndim == 1 else noise * x.shape[-1] ** -0.5).bfloat16()
+
+    params = naming.replaced(family.blank(config), drawn)
+    return params if apart else fg.ops.lay_side_by_side(params)
+
+
+def cache_of(config: Any, device: str) -> Any:
+    """Full of what was never written by a step."""
+    generator = torch.Generator(device).manual_seed(1)
+    cache = llama.init_cache(config, BLOCKS, block_size=BLOCK, device=device, dtype=torch.bfloat16)
+    return tuple(
+        tuple(torch.randn(x.shape, device=device, generator=generator).bfloat16() for x in kv)
+        for kv in cache
+    )
+
+
+def batch_of(length: int, device: str = "cpu", slot: int | None = None, token: int = 7) -> Any:
+    """One token, the last of `length` ones, in blocks that do not follow one another."""
+    table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(length)).int()
+    at = length - 1
+    own = int(table[at // BLOCK]) * BLOCK + at % BLOCK
+    batch = llama.Batch(
+        token_ids=torch.tensor([token]), positions=torch.tensor([at]),
+        slot_mapping=torch.tensor([own if slot is None else slot]),
+        seq_lens=torch.tensor([length], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32), block_tables=table[None],
+        logits_indices=torch.tensor([0]), spec=fg.BatchSpec(1, 1, query_len=1),
+    )  # fmt: skip
+    moved = {n: getattr(batch, n).to(device) for n in fg.core.buffers_of(type(batch))}
+    return dataclasses.replace(batch, **moved)
+
+
+def greedy(forward: Any) -> Any:
+    """With something behind the head."""
+
+    def step(params: Any, cache: Any, batch: llama.Batch) -> Any:
+        logits, cache = forward(params, cache, batch)
+        return logits.argmax(-1), logits, cache
+
+    return step
+
+
+def graphified(family: Any, **options: Any) -> Any:
+    options = {"modes": "FULL", "passes": "all", "sizes": (1, 2), **options}
+    return fg.graphify(greedy(family.forward), donate="cache", stage="batch", **options)
+
+
+def traced(family: Any, config: Any, forward: Any = None, **options: Any) -> Any:
+    params, cache = params_of(family, config, "cpu"), cache_of(config, "cpu")
+    options = {"passes": "all", **options}
+    fast = fg.graphify(forward or greedy(family.forward), donate="cache", stage="batch", **options)
+    return fast.trace(params, cache, limits=LIMITS), params, cache
+
+
+def found_in(stage: Any) -> Any:
+    return one_launch.decoder_in(stage.graph.gm.graph)
+
+
+# --- found ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compile_", ["none", "pieces"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_decoder_is_found(name: str, compile_: str) -> None:
+    """Whatever the level, with what the kernel is made for."""
+    family, config = family_and_config(name)
+    stage, *_ = traced(family, config, compile=compile_, passes="all" if compile_ == "none" else None)
+    found = found_in(stage)
+    assert not isinstance(found, str), found
+    made = found.decoder
+    assert (made.width, made.mlp, made.words) == (
+        config.dim, config.mlp_dim, config.vocab_size,
+    )  # fmt: skip
+    assert (made.heads, made.kv_heads, made.head_dim) == (
+        config.num_heads, config.num_kv_heads, config.head_dim,
+    )  # fmt: skip
+    assert (made.layers, made.eps) == (3, config.norm_eps)
+    assert made.normed == (family is qwen3)
+    assert len(found.reads) == one_launch.FIRST + 3 * made.in_layer + 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_program_around_it_is_forward(name: str) -> None:
+    """With the traced ops in the kernel's place: logits, tokens, the cache, bit for bit."""
+    family, config = family_and_config(name)
+    stage, params, cache = traced(family, config)
+    found = found_in(stage)
+    results = [results_of(stage.graph.gm.graph)[i] for i in stage.outputs]
+    around = split_around(stage.graph, found.nodes, found.reads, found.logits, results)
+    assert not isinstance(around, str), around
+    assert [one.name for one in around.program.instructions] == ["piece 0", "run 0", "piece 1"]
+
+    bare_cache = tuple(tuple(x.clone() for x in kv) for kv in cache)
+    batch = batch_of(37)
+    tokens, logits, _ = greedy(family.forward)(params, bare_cache, batch)
+    leaves = fg.core.trees.flatten((params, cache, batch))[0]
+    inputs = [x for x in leaves if isinstance(x, Tensor)] + list(stage.constants.values())
+    fns = [_ran(part.gm) for part in around.parts]
+    got = run_program(around.program, fns, inputs)
+    assert torch.equal(got[0], tokens)
+    assert torch.equal(got[1], logits)
+    for one, other in zip(cache, bare_cache):
+        assert all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+def _ran(gm: fx.GraphModule) -> Any:
+    forward = direct(gm)
+    return lambda *tensors: forward(1, 1, *tensors)
+
+
+WHY = {
+    "no passes": ("llama", {}, {"passes": ()}, "q is more than columns of a product"),
+    "window": ("llama", {"window": 32, "window_layers": (0, 1, 2)}, {}, "window"),
+    "columns": ("llama", {"mlp_dim": 1056}, {}, "1056 columns of mlp are no multiple of 512"),
+    "words": ("llama", {"vocab_size": 516}, {}, "no multiple of 8"),
+    "heads": ("llama", {"head_dim": 32, "num_heads": 16}, {}, "heads of 32"),
+    "share": ("llama", {"num_heads": 16, "num_kv_heads": 1}, {}, "more than 8 of 16 heads"),
+    "wide": ("llama", {"dim": 8704}, {}, "8704 columns of the model are more than 8192"),
+    "biases": ("qwen2", {"qkv_bias": True}, {}, "is more than columns"),
+    "gemma": ("gemma3", {}, {}, "."),
+}
+
+
+@pytest.mark.parametrize("case", WHY)
+def test_what_is_no_such_decoder_says_why(case: str) -> None:
+    """And the stages go on without it."""
+    name, sizes, options, why = WHY[case]
+    config: Any = {**SMALL, "head_dim": 64, **sizes}
+    if name == "gemma3":
+        config |= {"scale": 0.125, "window_theta": 1e4}
+    family: Any = {"llama": llama, "qwen2": qwen2, "gemma3": gemma3}[name]
+    made = getattr(family, "Config", llama.Config)(**config)
+    stage, *_ = traced(family, made, **options)
+    assert isinstance(found := found_in(stage), str)
+    assert re.search(why, found), found
+    lowered = stage.split().lower()
+    assert isinstance(lowered.layers, str)
+    assert lowered.compile().executable.one_launch is None
+
+
+def test_a_value_within_that_others_read_is_in_the_way() -> None:
+    """The kernel keeps the residual stream to itself."""
+    family, config = family_and_config("llama")
+
+    def step(params: Any, cache: Any, batch: llama.Batch) -> Any:
+        size = {"rope_dim": config.head_dim}
+        hidden, cache = decoder.transformer(params, cache, batch, llama.attention, **size)
+        return decoder.left(params, hidden, batch), hidden, cache
+
+    stage, *_ = traced(family, config, step)
+    assert "is read by" in found_in(stage)
+
+
+def test_a_cpu_has_no_use_for_it() -> None:
+    """The reason stands in `Lowered`, and a step's program is the usual one."""
+    family, config = family_and_config("llama")
+    stage, *_ = traced(family, config, modes="FULL")
+    lowered = stage.split().lower()
+    assert "weights are on cpu" in lowered.layers
+    assert lowered.compile().executable.one_launch is None
+    stage, *_ = traced(family, config, modes="FULL", megakernel=False)
+    assert stage.split().lower().layers == "megakernel=False"
+    stage, *_ = traced(family, config, modes="PIECEWISE")
+    assert stage.split().lower().layers == "there are no FULL keys"
+
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def ran(request: pytest.FixtureRequest) -> Any:
+    """A step whose key of one token is one launch, and one without."""
+    family, config = family_and_config(request.param)
+    params = params_of(family, config, "cuda")
+    steps = []
+    for megakernel in (True, False):
+        cache = cache_of(config, "cuda")
+        fast = graphified(family, megakernel=megakernel).bind(params)
+        steps.append((fast.capture(cache, LIMITS, progress=False), cache))
+    return family, config, params, steps
+
+
+def kernels(step: Any) -> set[str]:
+    """Those of the key of one token."""
+    return {name for name in step[step.dispatch(batch_of(1).spec).descriptor].counts.kernels}
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    """Norm over norm, of numbers that bfloat16 has rounded in another order."""
+    apart = (got.double() - want.double()).norm() / want.double().norm()
+    assert apart < 0.03, apart
+
+
+@pytest.mark.gpu
+def test_its_key_has_one_kernel_for_the_layers(ran: Any) -> None:
+    """And attention has none."""
+    *_, ((step, _), (other, _)) = ran
+    assert any("megakernel" in name for name in kernels(step))
+    assert not any("attention" in name or "skinny" in name for name in kernels(step))
+    assert not any("megakernel" in name for name in kernels(other))
+    one = step.compiled if hasattr(step, "compiled") else None
+    assert one is None or "one_launch" in repr(vars(one))
+
+
+LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 255, 500, 1025, 2048, 2049, 2560)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_step_is_as_without_it(ran: Any, length: int) -> None:
+    """At the edges of blocks, of a warp's keys, of splits, and beyond all splits."""
+    *_, steps = ran
+    batch = batch_of(length, "cuda")
+    results = []
+    for step, cache in steps:
+        tokens, logits, _ = step(cache, batch)
+        results.append((logits, [x[batch.slot_mapping // BLOCK, batch.slot_mapping % BLOCK]
+                                 for kv in cache for x in kv]))  # fmt: skip
+    (logits, wrote), (want, kept) = results
+    close(logits, want)
+    for a, b in zip(wrote, kept):
+        close(a, b)
+
+
+@pytest.mark.gpu
+def test_it_is_as_near_to_float64_as_without_it(ran: Any) -> None:
+    """Of the same weights and cache."""
+    family, _, params, steps = ran
+    batch = batch_of(300, "cuda")
+    wide = torch.utils._pytree.tree_map(
+        lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x,
+        [x for x in fg.core.trees.flatten(params)[0]],
+    )
+    tree = fg.core.trees.flatten(params)[1]
+    cache = tuple(tuple(x.double() for x in kv) for kv in steps[0][1])
+    want, _ = family.forward(fg.core.trees.unflatten(tree, wide), cache, batch)
+    errors = []
+    for step, own in steps:
+        _, logits, _ = step(own, batch)
+        errors.append(float((logits.double() - want).norm() / want.norm()))
+    assert errors[0] <= 1.2 * errors[1], errors
+
+
+@pytest.mark.gpu
+def test_tokens_one_after_another(ran: Any) -> None:
+    """Words of the step before are none of this one's."""
+    *_, steps = ran
+    logits = []
+    for step, cache in steps:
+        made = []
+        for length in range(100, 140):
+            made.append(step(cache, batch_of(length, "cuda", token=length))[1].clone())
+        logits.append(torch.cat(made))
+    close(*logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slot", [-1, 3, 16 * 5 + 2])
+def test_a_slot_that_is_not_the_tables(ran: Any, slot: int) -> None:
+    """-1 writes nothing, and the token reads what lies there; another slot is written."""
+    *_, steps = ran
+    batch = batch_of(400, "cuda", slot=slot)
+    states = [[x.clone() for kv in cache for x in kv] for _, cache in steps]
+    logits = [step(cache, batch)[1] for step, cache in steps]
+    close(*logits)
+    for (_, cache), before in zip(steps, states):
+        for x, old in zip((x for kv in cache for x in kv), before):
+            changed = (x != old).flatten(2).any(-1).flatten().nonzero().flatten().tolist()
+            assert changed in ([], [slot])
+            assert slot >= 0 or not changed
+
+
+@pytest.mark.gpu
+def test_a_step_of_no_token(ran: Any) -> None:
+    """What an idle process of several runs: nothing is written, nothing hangs."""
+    *_, ((step, cache), _) = ran
+    before = [x.clone() for kv in cache for x in kv]
+    empty = {
+        name: getattr(batch_of(1), name)[:0]
+        for name in ("token_ids", "positions", "slot_mapping", "seq_lens", "block_tables",
+                     "logits_indices")
+    }  # fmt: skip
+    batch = dataclasses.replace(
+        batch_of(1), **empty, query_start_loc=torch.zeros(1, dtype=torch.int32),
+        spec=fg.BatchSpec(0, 0),
+    )  # fmt: skip
+    step(cache, batch)
+    torch.cuda.synchronize()
+    for x, old in zip((x for kv in cache for x in kv), before):
+        assert torch.equal(x, old)
+    close(*(s(c, batch_of(64, "cuda"))[1] for s, c in ran[3]))
+
+
+@pytest.mark.gpu
+def test_weights_that_lie_apart_run_as_usual() -> None:
+    """Another launch for each, and the same logits."""
+    family, config = family_and_config("llama")
+    logits = []
+    for apart in (True, False):
+        cache = cache_of(config, "cuda")
+        fast = graphified(family).bind(params_of(family, config, "cuda", apart))
+        step = fast.capture(cache, LIMITS, progress=False)
+        assert any("megakernel" in name for name in kernels(step)) == (not apart)
+        logits.append(step(cache, batch_of(50, "cuda"))[1])
+    close(*logits)
+
+
+@pytest.mark.gpu
+def test_compiled_pieces_around_it() -> None:
+    """At level "pieces", which has code of its own ahead of the launch and behind it."""
+    family, config = family_and_config("llama")
+    params, logits = params_of(family, config, "cuda"), []
+    for megakernel in (True, False):
+        cache = cache_of(config, "cuda")
+        fast = graphified(family, compile="pieces", passes=None, megakernel=megakernel)
+        step = fast.bind(params).capture(cache, LIMITS, progress=False)
+        assert any("megakernel" in name for name in kernels(step)) == megakernel
+        logits.append(step(cache, batch_of(50, "cuda"))[1])
+    close(*logits)

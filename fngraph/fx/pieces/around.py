@@ -62,13 +62,12 @@ def split_around(
         return why
     inputs = inputs_of_program(graph.gm)
     numbers = {node: i for i, node in enumerate(inputs)}  # of the program's values
-    wanted = {*outputs, *(a for n in after for a in n.all_input_nodes)}
-    later = {*reads, *wanted}
+    later = {*reads, *outputs, *(a for n in after for a in n.all_input_nodes)}
     instructions: list[Instruction] = []
     parts: list[Piece] = []
     for name, nodes, needed, first in (
         ("piece 0", before, later, ()), ("run 0", run, {result}, reads),
-        ("piece 1", after, wanted, ()),
+        ("piece 1", after, {*outputs}, ()),
     ):  # fmt: skip
         if not nodes:
             continue

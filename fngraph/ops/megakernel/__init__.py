@@ -304,7 +304,12 @@ def compiled(decoder: Decoder, programs: int, capability: str) -> bytes:
         raise PackageError(
             f"{WHAT} needs NVRTC: pip install cuda-bindings nvidia-cuda-nvrtc ({error})"
         ) from error
-    options = [f"--gpu-architecture={capability}", "--std=c++20", *macros(decoder, programs)]
+    options = [
+        f"--gpu-architecture={capability}",
+        "--std=c++20",
+        "-default-device",
+        *macros(decoder, programs),
+    ]
     (code,) = nvrtc.nvrtcCompileProgram(made, len(options), [x.encode() for x in options])
     if int(code):
         log = bytearray(nvrtc.nvrtcGetProgramLogSize(made)[1])

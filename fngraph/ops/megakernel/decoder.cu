@@ -115,39 +115,48 @@ struct Each {  // f<FROM>() ... f<TO - 1>()
   }
 };
 
+__host__ __device__ constexpr int slots_of(int of_group, int most) {  // for a part of a group
+  int slots = most / 2 * 2;
+  while (of_group % slots) slots -= 2;
+  return slots;
+}
+
 // A product by GROUPS groups of 8 rows of COLUMNS numbers; a program's are PROGRAMS apart. Of two
 // matrices that lie one behind the other, a group of the first goes before that of the second. Load
-// V of a warp is 4 rows of 64 columns, 128 bytes side by side for 8 lanes.
+// V of a warp is 4 rows of 64 columns, 128 bytes side by side for 8 lanes. Long products go round
+// SLOTS of the ring: whole groups, or an even part of one.
 template <int COLUMNS_, int GROUPS_, bool PAIRED_>
 struct Product {
   static constexpr int COLUMNS = COLUMNS_, GROUPS = GROUPS_;
   static constexpr bool PAIRED = PAIRED_;
-  static constexpr int STEPS = COLUMNS / (64 * WARPS);
+  static constexpr int STEPS = COLUMNS / (64 * WARPS), OF_GROUP = 2 * STEPS;  // loads
   static constexpr int MINE = (GROUPS + PROGRAMS - 1) / PROGRAMS;  // groups, or pairs, of a program
   static constexpr int COUNT = PAIRED ? 2 * MINE : MINE;
-  static constexpr int ROWS = COUNT * 8;
-  static constexpr int LOADS = COUNT * STEPS * 2;
-  static constexpr bool EVEN = GROUPS % PROGRAMS == 0;
-  static constexpr int ROUND = RING / (2 * STEPS);  // groups of a round of the ring
-  static constexpr bool LOOPED =
-      LOADS >= 3 * RING && LOADS % RING == 0 && RING % (2 * STEPS) == 0 && (!PAIRED || ROUND % 2 == 0);
+  static constexpr int ROWS = COUNT * 8, LOADS = COUNT * OF_GROUP;
+  static constexpr bool LOOPED = LOADS > 2 * RING;
+  static constexpr int WHOLE = RING / OF_GROUP;  // groups of a round; 0: a round is a part of one
+  static constexpr int SLOTS = !LOOPED ? RING : WHOLE ? WHOLE * OF_GROUP : slots_of(OF_GROUP, RING);
+  static constexpr int AHEAD = LOADS < SLOTS ? LOADS : SLOTS;  // loads before it begins
 
   static __device__ __forceinline__ const u16* begin(const u16* w) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     return w + (size_t)(blockIdx.x * 8 + (lane >> 3)) * COLUMNS + warp * (COLUMNS / WARPS) + (lane & 7) * 8;
   }
-  static __device__ __forceinline__ bool has_last() { return blockIdx.x + (MINE - 1) * PROGRAMS < GROUPS; }
-  template <int V>
-  static __host__ __device__ constexpr size_t offset() {
-    constexpr int group = V / (2 * STEPS), step = V % (2 * STEPS) / 2, lower = V % 2;
-    constexpr int at = PAIRED ? group / 2 : group;
-    return (size_t)at * PROGRAMS * 8 * COLUMNS + (PAIRED && (group & 1) ? (size_t)GROUPS * 8 * COLUMNS : 0) +
-           lower * 4 * COLUMNS + step * 64;
+  // groups or pairs that this program really has
+  static __device__ __forceinline__ int room() {
+    if constexpr (GROUPS % PROGRAMS == 0) return MINE;
+    else return (GROUPS - (int)blockIdx.x + PROGRAMS - 1) / PROGRAMS;
+  }
+  static __host__ __device__ constexpr int place(int group) { return PAIRED ? group / 2 : group; }
+  static __host__ __device__ constexpr size_t offset(int group, int load) {
+    return (size_t)place(group) * PROGRAMS * 8 * COLUMNS + (PAIRED && (group & 1) ? (size_t)GROUPS * 8 * COLUMNS : 0) +
+           load % 2 * 4 * COLUMNS + load / 2 * 64;
   }
   template <int V>
-  static __device__ __forceinline__ void load(uint4& slot, const u16* from, bool last) {
-    constexpr int group = V / (2 * STEPS), at = PAIRED ? group / 2 : group;
-    if (EVEN || at < MINE - 1 || last) slot = weights(from + offset<V>());
+  static __device__ __forceinline__ void load(uint4& slot, const u16* from, int room) {
+    constexpr int group = V / OF_GROUP;
+    constexpr size_t at = offset(group, V % OF_GROUP);
+    if (place(group) < room) slot = weights(from + at);
   }
 };
 
@@ -206,55 +215,71 @@ struct Input {  // of a warp, in registers where they are few
   }
 };
 
-template <int STEPS, int V>
-__device__ __forceinline__ void multiply(const uint4& w, const Input<STEPS>& x, float (&acc)[2][2][4], float* to) {
-  constexpr int step = V % (2 * STEPS) / 2, lower = V % 2;
-  const uint4 a = x.template get<step>();
-  mma(acc[lower][0], a.x, 0, a.y, 0, w.x, w.y);
-  mma(acc[lower][1], a.z, 0, a.w, 0, w.z, w.w);
-  if constexpr (step == STEPS - 1 && lower == 1) add_up(acc, to + V / (2 * STEPS) * 8);
+__device__ __forceinline__ void multiply(const uint4& w, const uint4& x, float (&acc)[2][4]) {
+  mma(acc[0], x.x, 0, x.y, 0, w.x, w.y);
+  mma(acc[1], x.z, 0, x.w, 0, w.z, w.w);
 }
 
 // All of product P, whose first loads are in the ring, and the first of N, which comes behind it.
 template <class P, class N>
-__device__ __forceinline__ void run(uint4 (&ring)[RING], const u16* from, const u16* next, bool next_last,
+__device__ __forceinline__ void run(uint4 (&ring)[RING], const u16* from, const u16* next, int next_room,
                                     const u16* input, float* to) {
+  constexpr int G = P::OF_GROUP;
   Input<P::STEPS> x(input);
   float acc[2][2][4] = {};
-  const bool last = P::has_last();
-  if constexpr (P::LOOPED) {
-    constexpr int PAIRS = P::PAIRED ? P::ROUND / 2 : P::ROUND, ROUNDS = P::LOADS / RING;
-#pragma unroll 1
-    for (int r = 0; r < ROUNDS - 1; r++) {
-      from += (size_t)PAIRS * PROGRAMS * 8 * P::COLUMNS;
-      Each<0, RING>::go([&]<int V>() {
-        multiply<P::STEPS, V>(ring[V], x, acc, to);
-        constexpr int group = V / (2 * P::STEPS), at = P::PAIRED ? group / 2 : group;
-        if (P::EVEN || at < PAIRS - 1 || r < ROUNDS - 2 || last) ring[V] = weights(from + P::template offset<V>());
-      });
-      to += P::ROUND * 8;
-    }
-    Each<0, RING>::go([&]<int V>() {
-      multiply<P::STEPS, V>(ring[V], x, acc, to);
-      if constexpr (V < N::LOADS) N::template load<V>(ring[V], next, next_last);
-    });
-  } else {
+  const int room = P::room();
+  if constexpr (!P::LOOPED) {
     Each<0, P::LOADS>::go([&]<int V>() {
       constexpr int slot = V % RING;
-      multiply<P::STEPS, V>(ring[slot], x, acc, to);
-      if constexpr (V + RING < P::LOADS) P::template load<V + RING>(ring[slot], from, last);
-      else if constexpr (slot < N::LOADS) N::template load<slot>(ring[slot], next, next_last);
+      multiply(ring[slot], x.template get<V % G / 2>(), acc[V % 2]);
+      if constexpr (V % G == G - 1) add_up(acc, to + V / G * 8);
+      if constexpr (V + RING < P::LOADS) P::template load<V + RING>(ring[slot], from, room);
+      else if constexpr (slot < N::AHEAD) N::template load<slot>(ring[slot], next, next_room);
+    });
+  } else if constexpr (P::WHOLE > 0) {
+    constexpr int ROUNDS = (P::COUNT + P::WHOLE - 1) / P::WHOLE;
+    auto round = [&](int first, auto refill) {
+      Each<0, P::SLOTS>::go([&]<int V>() {
+        const int group = first + V / G;
+        if (P::COUNT % P::WHOLE == 0 || group < P::COUNT) {
+          multiply(ring[V], x.template get<V % G / 2>(), acc[V % 2]);
+          if constexpr (V % G == G - 1) add_up(acc, to + group * 8);
+        }
+        refill.template operator()<V>(group + P::WHOLE);
+      });
+    };
+#pragma unroll 1
+    for (int r = 0; r < ROUNDS - 1; r++)
+      round(r * P::WHOLE, [&]<int V>(int group) {
+        if (P::place(group) < room) ring[V] = weights(from + P::offset(group, V % G));
+      });
+    round((ROUNDS - 1) * P::WHOLE, [&]<int V>(int) {
+      if constexpr (V < N::AHEAD) N::template load<V>(ring[V], next, next_room);
+    });
+  } else {
+    constexpr int PARTS = G / P::SLOTS, ROUNDS = P::COUNT * PARTS;
+    auto round = [&](int r, auto refill) {
+      Each<0, P::SLOTS>::go([&]<int V>() {
+        multiply(ring[V], shared(x.at + (r % PARTS * (P::SLOTS / 2) + V / 2) * 64), acc[V % 2]);
+        refill.template operator()<V>((r + 1) / PARTS, (r + 1) % PARTS * P::SLOTS + V);
+      });
+      if (r % PARTS == PARTS - 1) add_up(acc, to + r / PARTS * 8);
+    };
+#pragma unroll 1
+    for (int r = 0; r < ROUNDS - 1; r++)
+      round(r, [&]<int V>(int group, int load) {
+        if (P::place(group) < room) ring[V] = weights(from + P::offset(group, load));
+      });
+    round(ROUNDS - 1, [&]<int V>(int, int) {
+      if constexpr (V < N::AHEAD) N::template load<V>(ring[V], next, next_room);
     });
   }
 }
 
 // What P leaves free of the ring goes to N at once.
 template <class P, class N>
-__device__ __forceinline__ void fill(uint4 (&ring)[RING], const u16* next, bool next_last) {
-  if constexpr (P::LOADS < RING)
-    Each<P::LOADS, RING>::go([&]<int V>() {
-      if constexpr (V < N::LOADS) N::template load<V>(ring[V], next, next_last);
-    });
+__device__ __forceinline__ void fill(uint4 (&ring)[RING], const u16* next, int next_room) {
+  Each<P::AHEAD, N::AHEAD>::go([&]<int V>() { N::template load<V>(ring[V], next, next_room); });
 }
 
 __device__ __forceinline__ float total(const float* parts, int rows, int row) {
@@ -274,9 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
 
   uint4 ring[RING];
   const u16* from = Qkv::begin(m.layers[0].qkv);
-  Each<0, RING>::go([&]<int V>() {
-    if constexpr (V < Qkv::LOADS) Qkv::load<V>(ring[V], from, Qkv::has_last());
-  });
+  Each<0, Qkv::AHEAD>::go([&]<int V>() { Qkv::load<V>(ring[V], from, Qkv::room()); });
   for (int i = thread; i < Out::ROWS; i += THREADS) {
     const int row = (program + (i >> 3) * PROGRAMS) * 8 + (i & 7);
     m.residual[i] = row < WIDTH ? __uint_as_float((u32)a.x[row] << 16) : 0.f;
@@ -359,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
     // keys is the new one, for a lane below 16.
     auto fetch = [&](int chunk, int half) {
       constexpr int PIECES = HEAD / 8;
-#pragma unroll
+#pragma unroll 2
       for (int i = 0; i < KEYS * PIECES / 32; i++) {
         const int e = i * 32 + lane, row = e / PIECES, d = e % PIECES * 8, key = chunk * KEYS + row;
         size_t at = 0;
@@ -383,9 +406,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
 
     // q, k, v
     const u16* out_from = Out::begin(y.out);
-    fill<Qkv, Out>(ring, out_from, Out::has_last());
+    fill<Qkv, Out>(ring, out_from, Out::room());
     take_normed(before, y.norm);
-    run<Qkv, Out>(ring, from, out_from, Out::has_last(), m.input[warp], m.parts[side] + warp * Qkv::ROWS);
+    run<Qkv, Out>(ring, from, out_from, Out::room(), m.input[warp], m.parts[side] + warp * Qkv::ROWS);
     __syncthreads();
     publish(qkv, Qkv::ROWS, Qkv::GROUPS, [&](int i) { return total(m.parts[side], Qkv::ROWS, i) * norm_scale(a.eps); });
 
@@ -527,9 +550,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
 
     // its product: splits are merged by who reads them
     const u16* gate_from = GateUp::begin(y.gate_up);
-    fill<Out, GateUp>(ring, gate_from, GateUp::has_last());
+    fill<Out, GateUp>(ring, gate_from, GateUp::room());
     {
-      constexpr int CHUNKS = HEADS * HEAD / WARPS / 4, N = (CHUNKS + 31) / 32, M = N < 4 ? N : 4, E = N == 1 ? 8 : N == 2 ? 4 : 2;
+      constexpr int CHUNKS = HEADS * HEAD / WARPS / 4, N = (CHUNKS + 31) / 32, M = N < 2 ? N : 2, E = N == 1 ? 4 : 2;
       for (int n = 0; n < N; n += M) {
         float top[M], all[M] = {}, o[M][4] = {};
 #pragma unroll
@@ -578,15 +601,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
       }
       __syncwarp();
     }
-    run<Out, GateUp>(ring, out_from, gate_from, GateUp::has_last(), m.input[warp], m.parts[side] + warp * Out::ROWS);
+    run<Out, GateUp>(ring, out_from, gate_from, GateUp::room(), m.input[warp], m.parts[side] + warp * Out::ROWS);
     __syncthreads();
     add(mid, Out::ROWS);
 
     // gate and up
     const u16* down_from = Down::begin(y.down);
-    fill<GateUp, Down>(ring, down_from, Down::has_last());
+    fill<GateUp, Down>(ring, down_from, Down::room());
     take_normed(mid, y.mlp_norm);
-    run<GateUp, Down>(ring, gate_from, down_from, Down::has_last(), m.input[warp], m.parts[side] + warp * GateUp::ROWS);
+    run<GateUp, Down>(ring, gate_from, down_from, Down::room(), m.input[warp], m.parts[side] + warp * GateUp::ROWS);
     __syncthreads();
     publish(gate, GateUp::MINE * 8, GateUp::GROUPS, [&](int i) {
       const float by = norm_scale(a.eps);
@@ -598,7 +621,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
     // down
     const bool is_last = l + 1 == LAYERS;
     from = Qkv::begin(is_last ? a.head : m.layers[l + 1].qkv);  // whose first loads are alike
-    fill<Down, Qkv>(ring, from, is_last || Qkv::has_last());
+    const int first_room = is_last ? Head::room() : Qkv::room();
+    fill<Down, Qkv>(ring, from, first_room);
     {
       constexpr int CHUNKS = MLP / WARPS / 4, N = (CHUNKS + 31) / 32, M = N < 8 ? N : 8;
 #pragma unroll
@@ -612,7 +636,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
       }
       __syncwarp();
     }
-    run<Down, Qkv>(ring, down_from, from, is_last || Qkv::has_last(), m.input[warp], m.parts[side] + warp * Down::ROWS);
+    run<Down, Qkv>(ring, down_from, from, first_room, m.input[warp], m.parts[side] + warp * Down::ROWS);
     __syncthreads();
     add(end, Down::ROWS);
     before = end;
@@ -620,13 +644,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
 
   // the head, in rounds of the ring; sums of several at a time
   {
-    constexpr int STEPS = Head::STEPS, GROUPS = Head::ROUND, LOADS = GROUPS * 2 * STEPS;
+    constexpr int STEPS = Head::STEPS, G = Head::OF_GROUP, GROUPS = Head::WHOLE, LOADS = GROUPS * G;
     constexpr int ROUNDS = (Head::MINE + GROUPS - 1) / GROUPS, AT_ONCE = larger(1, PART_ROWS * 2 / (GROUPS * 8)), ROWS = AT_ONCE * GROUPS * 8;
     static_assert(GROUPS >= 1 && ROWS <= 2 * PART_ROWS, "a round of the head fits into the ring and the parts");
-    if constexpr (Qkv::LOADS < LOADS)
-      Each<Qkv::LOADS, LOADS>::go([&]<int V>() {
-        if (program + V / (2 * STEPS) * PROGRAMS < Head::GROUPS) ring[V] = weights(from + Head::offset<V>());
-      });
+    const int room = Head::room();
+    Each<Qkv::AHEAD, LOADS>::go([&]<int V>() { Head::load<V>(ring[V], from, room); });
     take_normed(before, a.norm);
     Input<STEPS> x(m.input[warp]);
     __syncthreads();
@@ -635,10 +657,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
 #pragma unroll 1
     for (int r = 0; r < ROUNDS; r++) {
       float* to = parts + warp * ROWS + r % AT_ONCE * GROUPS * 8;
-      from += (size_t)GROUPS * PROGRAMS * 8 * WIDTH;
       Each<0, LOADS>::go([&]<int V>() {
-        multiply<STEPS, V>(ring[V], x, acc, to);
-        if (program + ((r + 1) * GROUPS + V / (2 * STEPS)) * PROGRAMS < Head::GROUPS) ring[V] = weights(from + Head::offset<V>());
+        multiply(ring[V], x.template get<V % G / 2>(), acc[V % 2]);
+        if constexpr (V % G == G - 1) add_up(acc, to + V / G * 8);
+        const int group = (r + 1) * GROUPS + V / G;
+        if (group < room) ring[V] = weights(from + Head::offset(group, V % G));
       });
       if (r % AT_ONCE == AT_ONCE - 1 || r == ROUNDS - 1) {
         __syncthreads();

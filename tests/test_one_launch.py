@@ -231,7 +231,8 @@ def ran(request: pytest.FixtureRequest) -> Any:
 
 def kernels(step: Any) -> set[str]:
     """Those of the key of one token."""
-    return {name for name in step[step.dispatch(batch_of(1).spec).descriptor].counts.kernels}
+    counts = step[step.dispatch(batch_of(1).spec).descriptor].counts
+    return {name for name, _ in counts.names}
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -247,8 +248,6 @@ def test_its_key_has_one_kernel_for_the_layers(ran: Any) -> None:
     assert any("megakernel" in name for name in kernels(step))
     assert not any("attention" in name or "skinny" in name for name in kernels(step))
     assert not any("megakernel" in name for name in kernels(other))
-    one = step.compiled if hasattr(step, "compiled") else None
-    assert one is None or "one_launch" in repr(vars(one))
 
 
 LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 255, 500, 1025, 2048, 2049, 2560)
@@ -262,7 +261,7 @@ def test_a_step_is_as_without_it(ran: Any, length: int) -> None:
     batch = batch_of(length, "cuda")
     results = []
     for step, cache in steps:
-        tokens, logits, _ = step(cache, batch)
+        _, logits, _ = step(cache, batch)
         results.append((logits, [x[batch.slot_mapping // BLOCK, batch.slot_mapping % BLOCK]
                                  for kv in cache for x in kv]))  # fmt: skip
     (logits, wrote), (want, kept) = results
@@ -320,24 +319,16 @@ def test_a_slot_that_is_not_the_tables(ran: Any, slot: int) -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_of_no_token(ran: Any) -> None:
-    """What an idle process of several runs: nothing is written, nothing hangs."""
-    *_, ((step, cache), _) = ran
+def test_a_request_of_no_tokens(ran: Any) -> None:
+    """A request of no tokens, as padding is: attention gives zeros, and nothing is written."""
+    *_, ((_, cache), _) = ran
     before = [x.clone() for kv in cache for x in kv]
-    empty = {
-        name: getattr(batch_of(1), name)[:0]
-        for name in ("token_ids", "positions", "slot_mapping", "seq_lens", "block_tables",
-                     "logits_indices")
-    }  # fmt: skip
-    batch = dataclasses.replace(
-        batch_of(1), **empty, query_start_loc=torch.zeros(1, dtype=torch.int32),
-        spec=fg.BatchSpec(0, 0),
-    )  # fmt: skip
-    step(cache, batch)
+    none = torch.zeros(1, dtype=torch.int32, device="cuda")
+    batch = dataclasses.replace(batch_of(5, "cuda", slot=-1), seq_lens=none)
+    close(*(each(kept, batch)[1] for each, kept in ran[3]))
     torch.cuda.synchronize()
     for x, old in zip((x for kv in cache for x in kv), before):
         assert torch.equal(x, old)
-    close(*(s(c, batch_of(64, "cuda"))[1] for s, c in ran[3]))
 
 
 @pytest.mark.gpu

@@ -297,6 +297,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
   for (int i = thread; i < LAYERS * (int)(sizeof(Layer) / 8); i += THREADS) ((u64*)m.layers)[i] = ((const u64*)a.layers)[i];
   __syncthreads();
 
+  // norms are small, and would be asked for too late: they wait in the second-level cache
+  constexpr int LINES = WIDTH / 64;
+  for (int i = program * THREADS + thread; i < LAYERS * 2 * LINES; i += PROGRAMS * THREADS) {
+    const Layer& y = m.layers[i / (2 * LINES)];
+    const u16* p = (i % (2 * LINES) < LINES ? y.norm : y.mlp_norm) + i % LINES * 64;
+    asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(p));
+  }
+
   uint4 ring[RING];
   const u16* from = Qkv::begin(m.layers[0].qkv);
   Each<0, Qkv::AHEAD>::go([&]<int V>() { Qkv::load<V>(ring[V], from, Qkv::room()); });
@@ -378,12 +386,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
     u64 *qkv = a.words + l * OF_LAYER, *outs = qkv + QKV, *logs = outs + MOST_SPLITS * SPLIT;
     u64 *mid = logs + MOST_SPLITS * HEADS, *gate = mid + SUM, *end = gate + GATE;
 
-    // Cached keys and values of a turn into shared memory; the answer says which of the lane's 16
-    // keys is the new one, for a lane below 16.
+    // A turn's cached keys and values into shared memory, zeros in the place of the new ones.
     auto fetch = [&](int chunk, int half) {
       constexpr int PIECES = HEAD / 8;
 #pragma unroll 2
-      for (int i = 0; i < KEYS * PIECES / 32; i++) {
+      for (int i = 0; i < KEYS * PIECES / 32 && chunk * KEYS < len; i++) {
         const int e = i * 32 + lane, row = e / PIECES, d = e % PIECES * 8, key = chunk * KEYS + row;
         size_t at = 0;
         bool cached = key < len;

@@ -8,6 +8,7 @@ of its `Maker`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -159,7 +160,7 @@ class Executable:
         if one is None or mode is not Mode.FULL or sizes["T"] != 1 or sizes["R"] != 1:
             return self.program, self.fns
         if why := one.why_not(inputs):
-            LOG.info("%s %s is no single launch: %s", mode, descriptor, why)
+            _warn(f"{mode} {descriptor} is not one launch, and would be faster so: {why}")
             return self.program, self.fns
         return one.program, one.fns
 
@@ -168,6 +169,12 @@ class Executable:
         """Indices of the leaves that some instruction reads, or that are returned."""
         read = {i for one in self.program.instructions for i in one.reads}
         return read | set(self.program.outputs)
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Once a process: a key is run before it is recorded."""
+    LOG.warning("%s. graphify(..., megakernel=False) goes without", text)
 
 
 def sizes_of(descriptor: BatchDescriptor, limits: Limits) -> dict[str, int]:

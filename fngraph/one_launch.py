@@ -73,13 +73,13 @@ class OneLaunch:
     kernel: Megakernel
 
     def why_not(self, inputs: Sequence[torch.Tensor]) -> str | None:
-        """Why the kernel cannot read the program's inputs where they lie, or None."""
+        """Why the kernel cannot be made, or cannot read the program's inputs where they lie."""
         at = self.fns.index(self.kernel)
         reads = self.program.instructions[at].reads
         norm = inputs[reads[FIRST]]  # in the place of what is not there yet
         tensors = [inputs[i] if i < self.program.num_inputs else norm for i in reads]
         made = parted(self.kernel.decoder, tensors)
-        return made if isinstance(made, str) else None
+        return made if isinstance(made, str) else self.kernel.refusal_on(norm.device)
 
     def __repr__(self) -> str:
         return f"OneLaunch({self.kernel.decoder.layers} layers and the head)"
@@ -124,185 +124,182 @@ class _Walk:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.inside: set[fx.Node] = set()
-        self.calls = [n for n in graph.nodes if op_name(n) == "fngraph::attention"]
+        self.epsilons: set[float] = set()
 
     def found(self) -> Found:
-        if not self.calls:
+        """Raise `_UnlikeError` unless it is one."""
+        calls = [n for n in self.graph.nodes if op_name(n) == "fngraph::attention"]
+        if not calls:
             raise _UnlikeError("there is no attention")
-        given = [_arguments(call) for call in self.calls]
-        qkv = self._source(given[0])
+        first = _arguments(calls[0])
+        qkv = self._source(first)
         if qkv.target is not _LINEAR:
             raise _UnlikeError("q, k and v of the first layer come from no norm and product")
-        x, norm, weights, eps = self._normed(qkv)
-        begin, layers, epsilons = x, [], {eps}
-        pair: Any = None
-        for i, one in enumerate(given):
-            self._same_meta(one, given[0])
+        given = self._normed(qkv)
+        begin = x = given["x"]
+        layers: list[list[fx.Node]] = []
+        for i, call in enumerate(calls):
+            one = _arguments(call)
+            self._check_call(one, first)
             if self._source(one) is not qkv:
                 raise _UnlikeError(f"q, k and v of layer {i} do not come from the layer before")
-            out, middle, gate = self._attended(self.calls[i], one, x)
-            epsilons.add(middle.eps)
-            behind = self._one(gate, _LINEAR, _PAIR)
-            a = behind.args
-            down = a[1] if behind.target is _PAIR else a[1][0]
-            if not (a[0] is gate and (a[2] if behind.target is _PAIR else a[3]) is middle.total):
+            gate = self._gate(call, one, x)
+            total, act = self._results(gate["node"])
+            behind = self._reader(act, _LINEAR, _PAIR)
+            after = _arguments(behind)
+            if after["x"] is not act or after["more"] is not total:
                 raise _UnlikeError(f"the sum behind the mlp of layer {i} is another")
-            norms = [one["q_norm"], one["k_norm"]] if one["q_norm"] is not None else []
-            cache = [one["k_cache"], one["v_cache"]]
-            layers.append([norm, *weights, *norms, *cache, out, middle.norm, *middle.weights, down])
-            if i + 1 < len(given):
-                if behind.target is not _PAIR or behind.args[7]:
-                    raise _UnlikeError(f"behind layer {i} there is no norm and next layer")
+            down = after["weight"] if behind.target is _PAIR else after["weights"][0]
+            norms = [] if one["q_norm"] is None else [one["q_norm"], one["k_norm"]]
+            layers.append([
+                given["norm"], *given["weights"], *norms, one["k_cache"], one["v_cache"],
+                gate["weight"], gate["norm"], *gate["weights"], down,
+            ])  # fmt: skip
+            if i + 1 < len(calls):
+                given = self._next(behind, f"layer {i}")
                 x, qkv = self._results(behind)
-                norm, weights = behind.args[3], behind.args[4]
-                epsilons.add(behind.args[5])
-                self._plain_norm(behind.args[6])
-            pair = behind
-        logits, norm, head, eps = self._head(pair)
-        epsilons.add(eps)
-        if len(epsilons) > 1:
-            raise _UnlikeError(f"norms have {sorted(epsilons)} for eps")
-        first = given[0]
-        meta = ("slot_mapping", "seq_lens", "query_start_loc", "block_tables")
-        step = [begin, first["cos"], first["sin"], *(first[name] for name in meta)]
-        reads = [*step, *(node for layer in layers for node in layer), norm, *head]
-        decoder = self._decoder(first, layers, weights, middle.weights, head, eps)
+        logits, last = self._head(behind)
+        if len(self.epsilons) > 1:
+            raise _UnlikeError(f"norms have {sorted(self.epsilons)} for eps")
+        meta = ("cos", "sin", "slot_mapping", "seq_lens", "query_start_loc", "block_tables")
+        step = [begin, *(first[name] for name in meta)]
+        reads = [*step, *(node for layer in layers for node in layer), last["norm"],
+                 *last["weights"]]  # fmt: skip
+        many = tuple(len(one["weights"]) for one in (given, gate, last))
+        decoder = self._decoder(first, layers, last["weights"], many)
         self._check(reads, layers, logits, decoder)
         nodes = tuple(n for n in self.graph.nodes if n in self.inside)
         return Found(decoder, tuple(reads), nodes, logits)
 
     # parts
 
-    def _source(self, given: dict[str, Any]) -> fx.Node:
+    def _source(self, call: dict[str, Any]) -> fx.Node:
         """What q, k and v are columns of, one behind the other."""
         source, at = None, 0
         for name in ("q", "k", "v"):
-            seen = given[name]
-            part = seen.args[0] if seen.target is aten.view.default else None
+            heads = call[name]
+            part = heads.args[0] if heads.target is aten.view.default else None
             if part is None or part.target is not aten.slice.Tensor or len(part.args) != 4:
                 raise _UnlikeError(f"{name} is more than columns of a product")
             of, dim, start, stop = part.args
             if dim != 1 or start != at or (source is not None and of is not source):
                 raise _UnlikeError("q, k and v do not lie one behind the other")
             source, at = of, stop
-            self.inside.update((seen, part))
+            self.inside.update((heads, part))
         assert source is not None
         if sizes(source)[1] != at:
             raise _UnlikeError("there is more than q, k and v in their product")
-        self.inside.add(source)
         return source
 
-    def _normed(self, node: fx.Node) -> tuple[fx.Node, fx.Node, list[fx.Node], float]:
-        """Input, norm's weight, weights and eps of a linear layer with a norm ahead."""
-        x, weights, norm, more, eps, centred, gated, held, _ = node.args
-        if norm is None or more is not None or gated or not held:
-            raise _UnlikeError("a linear layer that is a norm and a product is another")
-        self._plain_norm(centred)
+    def _normed(self, node: fx.Node) -> dict[str, Any]:
+        """Arguments of a linear layer that is a norm and a product."""
+        given = _arguments(node)
+        if given["norm"] is None or given["more"] is not None or given["gated"]:
+            raise _UnlikeError("a linear layer that should be a norm and a product is another")
+        self._norm(given)
         self.inside.add(node)
-        return x, norm, weights, eps  # type: ignore[return-value]
+        return given
 
-    def _plain_norm(self, centred: Any) -> None:
-        if centred:
+    def _norm(self, given: dict[str, Any]) -> None:
+        if given["centred"]:
             raise _UnlikeError("a norm adds 1 to its weight")
+        self.epsilons.add(given["eps"])
 
-    def _attended(self, call: fx.Node, given: dict[str, Any], x: fx.Node) -> Any:
-        """The weight behind attention, and what `_Middle` says, and the gate's output."""
+    def _gate(self, call: fx.Node, given: dict[str, Any], x: fx.Node) -> dict[str, Any]:
+        """Arguments of what is behind attention: its product, a sum with `x`, a norm, a gate."""
         out = given["out"]
         if out.target is not aten.new_empty.default:
             raise _UnlikeError("attention writes into memory that was there")
         seen = [n for n in out.users if n is not call]
         if len(seen) != 1 or seen[0].target is not aten.view.default:
             raise _UnlikeError("attention's output is read twice, or as heads")
-        self.inside.update((call, out, seen[0]))
-        pair = self._one(seen[0], _PAIR)
-        _, weight, more, norm, weights, eps, centred, gated, _ = pair.args
-        if more is not x or not gated:
+        pair = self._reader(seen[0], _PAIR)
+        found = _arguments(pair)
+        if found["x"] is not seen[0] or found["more"] is not x or not found["gated"]:
             raise _UnlikeError("behind attention there is no sum, norm and gate")
-        self._plain_norm(centred)
-        total, gate = self._results(pair)
-        return weight, _Middle(total, norm, weights, eps), gate  # type: ignore[arg-type]
+        self._norm(found)
+        self.inside.update((call, out, seen[0]))
+        return {**found, "node": pair}
+
+    def _next(self, pair: fx.Node, where: str) -> dict[str, Any]:
+        """Arguments of what is between a layer and the next: a product, a sum, a norm, another."""
+        found = _arguments(pair)
+        if pair.target is not _PAIR or found["gated"]:
+            raise _UnlikeError(f"behind {where} there is no sum, norm and product")
+        self._norm(found)
+        return found
 
     def _results(self, pair: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Both, of which the first may have no reader."""
+        """The sum and what is behind its norm."""
         found = {n.args[1]: n for n in pair.users}
-        if set(found) - {0, 1} or 1 not in found:
-            raise _UnlikeError("a sum and its product are read in another way")
+        if set(found) != {0, 1}:
+            raise _UnlikeError(f"{pair} is read in another way than as a sum and a product of it")
         self.inside.update((pair, *found.values()))
-        return found.get(0), found[1]  # type: ignore[return-value]
+        return found[0], found[1]
 
-    def _head(self, node: fx.Node) -> tuple[fx.Node, fx.Node, list[fx.Node], float]:
-        """Logits, the last norm, the head's weights and eps."""
-        if node.target is _PAIR:  # of every row
-            if node.args[7]:
-                raise _UnlikeError("behind the last layer there is a gate")
-            _, logits = self._results(node)
-            self._plain_norm(node.args[6])
-            return logits, node.args[3], node.args[4], node.args[5]  # type: ignore[return-value]
-        _, weights, norm, _, _, _, gated, held, _ = node.args
-        if len(weights) != 1 or norm is not None or gated or not held:  # type: ignore[arg-type]
-            raise _UnlikeError("behind the last layer there is no sum")
+    def _head(self, node: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
+        """Logits, and the arguments of their product, which a norm goes ahead of."""
+        given = _arguments(node)
+        if node.target is _PAIR or given["norm"] is not None or given["gated"]:
+            raise _UnlikeError("behind the last layer there is no product and sum")
         self.inside.add(node)
-        rows = self._one(node, aten.index.Tensor, _LINEAR)
-        if rows.target is aten.index.Tensor:  # of the only token, whatever it says
+        rows = self._reader(node, aten.index.Tensor, _LINEAR)
+        if rows.target is aten.index.Tensor:  # of one token there is one row to choose
             if len(rows.args[1]) != 1:  # type: ignore[arg-type]
                 raise _UnlikeError("rows of logits are chosen in another way")
             self.inside.add(rows)
-            logits = self._one(rows, _LINEAR)
-        else:
-            logits = rows
-        _, norm, head, eps = self._normed(logits)
-        return logits, norm, head, eps
+            rows = self._reader(rows, _LINEAR)
+        return rows, self._normed(rows)
 
-    def _one(self, node: fx.Node, *targets: Any) -> fx.Node:
-        """The only reader, which calls one of these."""
+    def _reader(self, node: fx.Node, *targets: Any) -> fx.Node:
+        """The only reader of a kind."""
         users = [n for n in node.users if n.target in targets]
         if len(users) != 1:
             names = " or ".join(str(target) for target in targets)
             raise _UnlikeError(f"{node} is read by no {names}, or by several")
         return users[0]
 
-    def _same_meta(self, given: dict[str, Any], first: dict[str, Any]) -> None:
-        """Raise unless a call of attention is as the kernel does it, and as the first."""
-        other = [
-            name for name in ("window", "softcap", "sinks", "k_scale", "v_scale", "out_scale")
-            if given[name] is not None
-        ]  # fmt: skip
-        if other or not given["causal"] or given["centred"]:
-            raise _UnlikeError(f"attention has {', '.join(other) or 'no causal mask, or 1 + norm'}")
+    def _check_call(self, given: dict[str, Any], first: dict[str, Any]) -> None:
+        """Raise unless attention is as the kernel does it, and alike in all layers."""
+        options = ("window", "softcap", "sinks", "k_scale", "v_scale", "out_scale")
+        if other := [name for name in options if given[name] is not None]:
+            raise _UnlikeError(f"attention has {', '.join(other)}")
+        if not given["causal"] or given["centred"]:
+            raise _UnlikeError("attention is not causal, or its norms add 1 to their weights")
         if given["cos"] is None:
             raise _UnlikeError("attention does not turn its q and k")
         if (given["q_norm"] is None) != (given["k_norm"] is None):
             raise _UnlikeError("one of q and k has a norm")
-        of_step = ("slot_mapping", "seq_lens", "query_start_loc", "block_tables", "cos", "sin",
-                   "scale", "eps")  # fmt: skip
-        for name in of_step:
+        alike = ("slot_mapping", "seq_lens", "query_start_loc", "block_tables", "cos", "sin",
+                 "scale", "eps")  # fmt: skip
+        for name in alike:
             if given[name] is not first[name] and given[name] != first[name]:
                 raise _UnlikeError(f"attention of two layers differs in its {name}")
 
     # the whole
 
     def _decoder(
-        self, given: dict[str, Any], layers: Sequence[Any], qkv: Sequence[fx.Node],
-        gate: Sequence[fx.Node], head: Sequence[fx.Node], eps: float,
+        self, call: dict[str, Any], layers: Sequence[Sequence[fx.Node]], head: Sequence[fx.Node],
+        many: tuple[int, ...],
     ) -> Decoder:  # fmt: skip
-        _, block, kv_heads, head_dim = sizes(given["k_cache"])
+        _, block, kv_heads, head_dim = sizes(call["k_cache"])
+        (eps,) = self.epsilons
         return Decoder(
-            width=sizes(layers[0][0])[0], heads=sizes(given["q"])[1], kv_heads=kv_heads,
+            width=sizes(layers[0][0])[0], heads=sizes(call["q"])[1], kv_heads=kv_heads,
             head_dim=head_dim, mlp=sizes(layers[0][-1])[1], layers=len(layers),
             words=sum(sizes(w)[0] for w in head), block=block,
-            normed=given["q_norm"] is not None, eps=eps, head_eps=given["eps"],
-            scale=given["scale"], weights=(len(qkv), len(gate), len(head)),
+            normed=call["q_norm"] is not None, eps=eps, head_eps=call["eps"],
+            scale=call["scale"], weights=many,
         )  # fmt: skip
 
     def _check(
-        self, reads: Sequence[fx.Node], layers: Sequence[Any], logits: fx.Node, decoder: Decoder
-    ) -> None:
+        self, reads: Sequence[fx.Node], layers: Sequence[Sequence[fx.Node]], logits: fx.Node,
+        decoder: Decoder,
+    ) -> None:  # fmt: skip
         """Raise unless layers are alike, of the kernel's kinds, and nobody reads within."""
         if len({tuple(sizes(node) for node in layer) for layer in layers}) > 1:
             raise _UnlikeError("layers are of different shapes")
-        ints = {3: torch.int64, 4: torch.int32, 5: torch.int32, 6: torch.int32}
-        for i, node in enumerate(reads):
-            wanted = ints.get(i, torch.bfloat16)
+        for node, wanted in zip(reads, (*_STEP, *[torch.bfloat16] * len(reads))):
             if dtype_of(node) != wanted:
                 raise _UnlikeError(f"{node} is of {dtype_of(node)}, and the kernel reads {wanted}")
         if sizes(reads[1])[-1] * 2 != decoder.head_dim:
@@ -314,19 +311,12 @@ class _Walk:
         for node in self.inside - {logits}:
             if strangers := [n for n in node.users if n not in self.inside]:
                 raise _UnlikeError(f"{node} is read by {strangers[0]} too")
-        late = [n for n in reads if n in self.inside]
-        if late:
+        if late := [n for n in reads if n in self.inside]:
             raise _UnlikeError(f"{late[0]} is made within the layers")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Middle:
-    """What is between attention and the gate: a sum, its norm, weights of the gate."""
-
-    total: fx.Node
-    norm: fx.Node
-    weights: list[fx.Node]
-    eps: float
+_STEP = (torch.bfloat16,) * 3 + (torch.int64,) + (torch.int32,) * 3
+"""dtypes of the first operands."""
 
 
 def _arguments(call: fx.Node) -> dict[str, Any]:

@@ -26,7 +26,7 @@ BASE = {"fngraph.errors", "fngraph.core"}
 FACTS = {"fngraph.torch_facts", "torch"}
 PARTS = ("ops", "fx", "graphs", "passes", "compile", "ranks")
 LOWER = BASE | FACTS | {f"fngraph.{name}" for name in PARTS}
-STEP = LOWER | {"fngraph.options", "fngraph.executable", "fngraph.step"}
+STEP = LOWER | {f"fngraph.{name}" for name in ("options", "one_launch", "executable", "step")}
 SHADOW = STEP | {"fngraph.calls", "fngraph.shadow"}
 STAGES = SHADOW | {"fngraph.callables", "fngraph.stages", "fngraph.tracing"}
 TRANSFORMS = STAGES | {
@@ -35,10 +35,10 @@ TRANSFORMS = STAGES | {
 LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.errors": (set(), set()),
     "fngraph.core": (BASE, {"optree"}),
-    "fngraph.torch_facts": (FACTS, set()),
+    "fngraph.torch_facts": (FACTS | {"fngraph.errors"}, {"cuda"}),
     "fngraph.ops": (
         BASE | FACTS | {"fngraph.ops", "einops", "triton"},
-        {"flash_attn", "flash_attn_interface", "flashinfer"},  # backends, chosen when present
+        {"flash_attn", "flash_attn_interface", "flashinfer", "cuda"},  # taken when present
     ),
     "fngraph.fx": (BASE | FACTS | {"fngraph.fx", "sympy"}, {"numpy"}),  # sympy: torch's own sizes
     "fngraph.graphs": (BASE | FACTS | {"fngraph.graphs", "triton", "numpy"}, {"cuda"}),
@@ -48,7 +48,8 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.calls": (LOWER, set()),
     "fngraph.callables": (LOWER | {"fngraph.calls"}, set()),
     "fngraph.options": (LOWER, set()),
-    "fngraph.executable": (LOWER, set()),
+    "fngraph.one_launch": (LOWER, set()),
+    "fngraph.executable": (LOWER | {"fngraph.one_launch"}, set()),
     "fngraph.stages": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for
     "fngraph.tracing": (STAGES, set()),
     "fngraph.step": (STEP, {"fngraph.report"}),  # likewise

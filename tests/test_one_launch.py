@@ -332,8 +332,8 @@ def test_a_request_of_no_tokens(ran: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_weights_that_lie_apart_run_as_usual() -> None:
-    """Another launch for each, and the same logits."""
+def test_weights_that_lie_apart_run_as_usual(caplog: pytest.LogCaptureFixture) -> None:
+    """Another launch for each, the same logits, and a warning that says what to do."""
     family, config = family_and_config("llama")
     logits = []
     for apart in (True, False):
@@ -343,6 +343,9 @@ def test_weights_that_lie_apart_run_as_usual() -> None:
         assert any("megakernel" in name for name in kernels(step)) == (not apart)
         logits.append(step(cache, batch_of(50, "cuda"))[1])
     close(*logits)
+    (told,) = [r.getMessage() for r in caplog.records if "one launch" in r.getMessage()]
+    assert "layer 0 do not lie side by side" in told
+    assert "fg.ops.lay_side_by_side(params)" in told
 
 
 @pytest.mark.gpu

@@ -25,9 +25,9 @@ from fngraph.errors import CaptureError, PackageError
 from fngraph.graphs.control import recording_control
 from fngraph.graphs.cuda import conditional, setter
 from fngraph.graphs.cuda.conditional import bodies_of, if_node, while_node
-from fngraph.torch_facts.driver import newest
 from fngraph.graphs.cuda.nodes import read
 from fngraph.graphs.inside import Counts, Node
+from fngraph.torch_facts.driver import newest
 
 gpu = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

@@ -35,7 +35,7 @@ from fngraph.ops.triton.launching import processors, shared_bytes
 from fngraph.torch_facts.driver import checked, driver_for, relaxed
 
 WHAT = "a decoder in one launch"
-SOURCE = Path(__file__).with_name("decoder.cu")
+SOURCE = Path(__file__).with_name("decoder.cu")  # includes the *.cuh beside it
 WARPS, LOADS, MOST_SPLITS = 8, 32, 16  # as there
 FIRST = 7  # operands before those of the first layer
 
@@ -69,7 +69,7 @@ class Decoder(NamedTuple):
     eps: float
     head_eps: float
     scale: float
-    weights: tuple[int, int, int]
+    weights: tuple[int, ...]
 
     @property
     def in_layer(self) -> int:
@@ -145,7 +145,10 @@ def parted(decoder: Decoder, tensors: Sequence[Tensor]) -> Operands | str:
         (k, v, out, mlp_norm), gate_up, (down,) = take(4), take(in_gate), take(1)
         for what, parts in (("q, k and v", qkv), ("the gate", gate_up)):
             if why := why_apart(parts):
-                return f"weights of {what} of layer {i} do not lie side by side: {why}"
+                return (
+                    f"weights of {what} of layer {i} do not lie side by side: {why}. Bind "
+                    "fg.ops.lay_side_by_side(params)"
+                )
         layers.append(
             (norm, as_one(qkv), q_norm, k_norm, out, mlp_norm, as_one(gate_up), down, k, v)
         )
@@ -215,6 +218,14 @@ class Megakernel:
         _launch(self.decoder, x.device, step)
         return (logits,)
 
+    def refusal_on(self, device: torch.device) -> str | None:
+        """Why its kernel cannot be made for a device, or None: it is, now."""
+        try:
+            _loaded(self.decoder, _index(device))
+        except (CaptureError, PackageError) as error:
+            return str(error)
+        return None
+
     def _prepare(self, device: torch.device, pointers: tuple[tuple[int, ...], ...]) -> None:
         """Make what stays from step to step, which no graph may make anew."""
         if torch.cuda.is_current_stream_capturing():
@@ -236,8 +247,7 @@ def _launch(decoder: Decoder, device: torch.device, step: _Step) -> None:
         PackageError: NVRTC is missing.
     """
     driver = driver_for(WHAT)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    function, shared = _loaded(decoder, index)
+    function, shared = _loaded(decoder, _index(device))
     config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
     config.gridDimX, config.blockDimX = processors(device), WARPS * 32
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
@@ -253,7 +263,13 @@ def _launch(decoder: Decoder, device: torch.device, step: _Step) -> None:
     try:
         checked(driver, launched, "cannot launch it")
     except RuntimeError as error:
-        raise CaptureError(f"{WHAT}: {error}") from error
+        raise CaptureError(
+            f"{WHAT}: {error}. graphify(..., megakernel=False) goes without"
+        ) from error
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @functools.cache
@@ -299,7 +315,10 @@ def compiled(decoder: Decoder, programs: int, capability: str) -> bytes:
     try:
         from cuda.bindings import nvrtc
 
-        code, made = nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), b"decoder.cu", 0, None, None)
+        beside = sorted(SOURCE.parent.glob("*.cuh"))
+        texts, names = [x.read_bytes() for x in beside], [x.name.encode() for x in beside]
+        source = SOURCE.read_bytes()
+        _, made = nvrtc.nvrtcCreateProgram(source, b"decoder.cu", len(names), texts, names)
     except (ImportError, RuntimeError) as error:  # the second: no library under the bindings
         raise PackageError(
             f"{WHAT} needs NVRTC: pip install cuda-bindings nvidia-cuda-nvrtc ({error})"

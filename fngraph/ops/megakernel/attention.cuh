@@ -1,0 +1,306 @@
+// Attention over a paged cache by one query row: a split's warps take KEYS of its keys in turn.
+
+#pragma once
+#include "products.cuh"
+
+#define SHARE (HEADS / KV_HEADS)  // query heads of a kv head
+#define KEYS 16                   // of a warp at a time
+#define MOST_SPLITS 16            // programs that share a kv head's keys
+
+struct Layer {
+  const u16 *norm, *qkv, *q_norm, *k_norm, *out, *mlp_norm, *gate_up, *down;
+  u16 *k_cache, *v_cache;
+};
+
+struct Step {
+  const Layer* layers;
+  const u16 *x, *cos, *sin, *norm, *head;
+  u16* logits;
+  const long long* slot;  // of the new key; -1: none
+  const int *seq_len, *start, *table;
+  u64* words;
+  u32* number;                 // of the step, from 1
+  int blocks;                  // of the table
+  float eps, head_eps, scale;  // scale times log2(e)
+};
+
+typedef Product<WIDTH, (HEADS + 2 * KV_HEADS) * HEAD / 8, false> Qkv;
+typedef Product<HEADS * HEAD, WIDTH / 8, false> Out;
+typedef Product<WIDTH, MLP / 8, true> GateUp;
+typedef Product<MLP, WIDTH / 8, false> Down;
+typedef Product<WIDTH, WORDS / 8, false> Head;
+
+constexpr int PART_ROWS =
+    larger(larger(larger(Qkv::ROWS, Out::ROWS), larger(GateUp::ROWS, Down::ROWS)), 128);
+constexpr int INPUT = larger(larger(WIDTH, MLP), HEADS* HEAD) / WARPS;  // columns of a warp
+constexpr int PADDED = HEAD + 8;                                        // against bank conflicts
+
+struct Shared {
+  float parts[2][WARPS * PART_ROWS];  // of sums, a warp's each
+  float squares[2][WARPS];
+  u16 input[WARPS][INPUT];
+  u16 k[2][WARPS][KEYS][PADDED], v[2][WARPS][KEYS][PADDED];
+  u16 q[SHARE][PADDED], new_k[HEAD], new_v[HEAD];
+  float highest[WARPS][8], sums[WARPS][8];
+  Layer layers[LAYERS];
+  float residual[larger(Out::ROWS, Down::ROWS)];  // of this program's rows
+};
+extern "C" __device__ int shared_bytes = sizeof(Shared);
+
+// words of a layer: q, k and v; each split's outputs and their weights; sums and the gate
+constexpr size_t QKV = Qkv::GROUPS * 4, SPLIT = HEADS * HEAD / 2, SUM = WIDTH / 2, GATE = MLP / 2;
+constexpr size_t OF_LAYER = QKV + MOST_SPLITS * (SPLIT + HEADS) + 2 * SUM + GATE;
+
+// What a program has of a step's attention.
+struct Attention {
+  const Step& a;
+  Shared& m;
+  const u32 step;
+  const long long slot;
+  int len, splits;
+
+  __device__ __forceinline__ Attention(const Step& a, Shared& m, u32 step)
+      : a(a), m(m), step(step), slot(*a.slot) {
+    len = a.start[1] > a.start[0] ? *a.seq_len : 0;
+    len = min(len, a.blocks * BLOCK);
+    splits = (len + WARPS * KEYS - 1) / (WARPS * KEYS);
+    splits = max(1, min(min(splits, MOST_SPLITS), PROGRAMS / KV_HEADS));
+  }
+  static __device__ __forceinline__ int kv_head() { return blockIdx.x % KV_HEADS; }
+  static __device__ __forceinline__ int split() { return blockIdx.x / KV_HEADS; }
+  __device__ __forceinline__ bool attends() const { return split() < splits; }
+  __device__ __forceinline__ int first() const { return split() * WARPS + (threadIdx.x >> 5); }
+  __device__ __forceinline__ int turn() const { return splits * WARPS; }
+
+  // A turn's cached keys and values into shared memory, zeros in the place of the new ones.
+  __device__ __forceinline__ void fetch(const Layer& y, int chunk, int half) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+
+    constexpr int PIECES = HEAD / 8;
+#pragma unroll 2
+    for (int i = 0; i < KEYS * PIECES / 32 && chunk * KEYS < len; i++) {
+      const int e = i * 32 + lane, row = e / PIECES, d = e % PIECES * 8, key = chunk * KEYS + row;
+      size_t at = 0;
+      bool cached = key < len;
+      if (cached) {
+        at = (size_t)a.table[key / BLOCK] * BLOCK + key % BLOCK;
+        cached = (long long)at != slot;
+      }
+      at = cached ? (at * KV_HEADS + kv_head()) * HEAD + d : 0;
+      const u32 bytes = cached ? 16 : 0;  // else zeros
+      const u32 k = __cvta_generic_to_shared(&m.k[half][warp][row][d]),
+                v = __cvta_generic_to_shared(&m.v[half][warp][row][d]);
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(k), "l"(y.k_cache + at),
+                   "r"(bytes));
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(v), "l"(y.v_cache + at),
+                   "r"(bytes));
+    }
+    asm volatile("cp.async.commit_group;");
+  }
+
+  // Its split's outputs and their weights, of the words of q, k and v; the new key into the cache.
+  __device__ __forceinline__ void attend(const Layer& y, const u64* qkv, u64* outs, u64* logs) {
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+    constexpr int OF_HEAD = HEAD / 4, HALF = HEAD / 2;  // threads: two pairs each
+    for (int i = warp * 32 + lane; i - lane < (SHARE + 1) * OF_HEAD; i += THREADS) {
+      const bool in = i < (SHARE + 1) * OF_HEAD;
+      const int h = in ? i / OF_HEAD : 0, d = i % OF_HEAD * 2;
+      const bool is_k = h == SHARE;
+      const u64* p = qkv + ((is_k ? (HEADS + kv_head()) : (kv_head() * SHARE + h)) * HEAD + d) / 2;
+      const u32 c = *(const u32*)(a.cos + d), s = *(const u32*)(a.sin + d);
+      u32 g = 0, f = 0;
+      if constexpr (NORMED) {
+        const u16* norm = is_k ? y.k_norm : y.q_norm;
+        g = *(const u32*)(norm + d), f = *(const u32*)(norm + d + HALF);
+      }
+      u64 x = look(p), z = look(p + HALF / 2);
+      for (u32 looks = 0; !is_of(x, step) || !is_of(z, step);) {
+        if (++looks > PATIENCE) __trap();
+        x = look(p), z = look(p + HALF / 2);
+      }
+      float x0 = low((u32)x), x1 = high((u32)x), z0 = low((u32)z), z1 = high((u32)z);
+      if constexpr (NORMED) {
+        float squares = x0 * x0 + x1 * x1 + z0 * z0 + z1 * z1;
+#pragma unroll
+        for (int o = OF_HEAD / 2; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o, OF_HEAD);
+        const float by = rsqrtf(squares / HEAD + a.head_eps);
+        x0 = rounded(rounded(x0 * by) * low(g)), x1 = rounded(rounded(x1 * by) * high(g));
+        z0 = rounded(rounded(z0 * by) * low(f)), z1 = rounded(rounded(z1 * by) * high(f));
+      }
+      u16* to = is_k ? m.new_k : m.q[h];
+      if (in) {
+        *(u32*)(to + d) = pack(rounded(x0 * low(c)) - rounded(z0 * low(s)),
+                               rounded(x1 * high(c)) - rounded(z1 * high(s)));
+        *(u32*)(to + d + HALF) = pack(rounded(z0 * low(c)) + rounded(x0 * low(s)),
+                                      rounded(z1 * high(c)) + rounded(x1 * high(s)));
+      }
+    }
+    if (thread >= THREADS - HALF) {
+      const int i = thread - (THREADS - HALF);
+      const u64* p = qkv + (HEADS + KV_HEADS + kv_head()) * HALF + i;
+      u64 x = look(p);
+      for (u32 looks = 0; !is_of(x, step); x = look(p))
+        if (++looks > PATIENCE) __trap();
+      *(u32*)(m.new_v + 2 * i) = (u32)x;
+    }
+    __syncthreads();
+    if (split() == 0 && slot >= 0 && thread < HALF) {
+      const size_t at = ((size_t)slot * KV_HEADS + kv_head()) * HEAD + 2 * thread;
+      *(u32*)(y.k_cache + at) = *(u32*)(m.new_k + 2 * thread);
+      *(u32*)(y.v_cache + at) = *(u32*)(m.new_v + 2 * thread);
+    }
+
+    float highest = -1e30f, sum = 0.f, acc[HEAD / 16][4] = {};
+    const int n = lane >> 2, pair = (lane & 3) * 2, head = n < SHARE ? n : 0;
+    int half = 0;
+    for (int chunk = first(); chunk * KEYS < len; chunk += turn(), half ^= 1) {
+      asm volatile("cp.async.wait_group 1;");
+      __syncwarp();
+      const int key = chunk * KEYS + lane;
+      const bool is_new =
+          lane < KEYS && key < len && (long long)a.table[key / BLOCK] * BLOCK + key % BLOCK == slot;
+      for (u32 left = __ballot_sync(~0u, is_new); left; left &= left - 1) {
+        const int row = __ffs(left) - 1;
+        for (int d = lane * 2; d < HEAD; d += 64) {
+          *(u32*)&m.k[half][warp][row][d] = *(u32*)(m.new_k + d);
+          *(u32*)&m.v[half][warp][row][d] = *(u32*)(m.new_v + d);
+        }
+      }
+      __syncwarp();
+      float score[2][4] = {};  // of heads by keys
+#pragma unroll
+      for (int t = 0; t < 2; t++)
+#pragma unroll
+        for (int s = 0; s < HEAD / 32; s++) {
+          const uint4 k = shared(&m.k[half][warp][t * 8 + n][s * 32 + pair * 4]),
+                      q = shared(&m.q[head][s * 32 + pair * 4]);
+          mma(score[t], q.x, 0, q.y, 0, k.x, k.y);
+          mma(score[t], q.z, 0, q.w, 0, k.z, k.w);
+        }
+      float p[4], top = highest;
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        p[e] = chunk * KEYS + (e >> 1) * 8 + pair + (e & 1) < len ? score[e >> 1][e & 1] * a.scale
+                                                                  : -1e30f;
+        top = fmaxf(top, p[e]);
+      }
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      const float shrink = exp2f(highest - top);
+      highest = top, sum *= shrink;
+#pragma unroll
+      for (int e = 0; e < 4; e++) sum += p[e] = exp2f(p[e] - top);
+      const u32 p0 = pack(p[0], p[1]), p1 = pack(p[2], p[3]);  // keys by heads: as they lie
+      const float shrink0 = __shfl_sync(~0u, shrink, pair * 4),
+                  shrink1 = __shfl_sync(~0u, shrink, pair * 4 + 4);
+#pragma unroll
+      for (int i = 0; i < HEAD / 16; i++)
+        acc[i][0] *= shrink0, acc[i][1] *= shrink1, acc[i][2] *= shrink0, acc[i][3] *= shrink1;
+#pragma unroll
+      for (int b = 0; b < HEAD / 64; b++) {  // columns by keys, two of a lane's 8 columns at a time
+        uint4 v[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          v[j] = shared(&m.v[half][warp][pair + (j & 1) + (j >> 1) * 8][b * 64 + n * 8]);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const u32 v0 = (&v[0].x)[j], v1 = (&v[1].x)[j], v2 = (&v[2].x)[j], v3 = (&v[3].x)[j];
+          mma(acc[b * 4 + j], __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632),
+              __byte_perm(v2, v3, 0x5410), __byte_perm(v2, v3, 0x7632), p0, p1);
+        }
+      }
+      __syncwarp();
+      fetch(y, chunk + 2 * turn(), half);
+    }
+    asm volatile("cp.async.wait_all;");
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (pair == 0) m.highest[warp][n] = highest, m.sums[warp][n] = sum;
+    float* mine = (float*)m.k[0][warp];  // heads by columns, where its keys lay
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < HEAD / 16; i++) {
+      const int d = i / 4 * 64 + n * 8 + i % 4 * 2;
+      if (pair < SHARE) *(float2*)&mine[pair * HEAD + d] = make_float2(acc[i][0], acc[i][2]);
+      if (pair + 1 < SHARE)
+        *(float2*)&mine[(pair + 1) * HEAD + d] = make_float2(acc[i][1], acc[i][3]);
+    }
+    __syncthreads();
+    for (int i = thread; i < SHARE * HALF; i += THREADS) {
+      const int h = i / HALF, d = i % HALF * 2;
+      float top = -1e30f, all = 0.f, o0 = 0.f, o1 = 0.f;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) top = fmaxf(top, m.highest[w][h]);
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        const float by = exp2f(m.highest[w][h] - top);
+        const float2 o = *(const float2*)((const float*)m.k[0][w] + h * HEAD + d);
+        all += m.sums[w][h] * by, o0 += o.x * by, o1 += o.y * by;
+      }
+      const float by = len ? 1.f / all : 0.f;
+      const int of = kv_head() * SHARE + h;
+      put(outs + split() * SPLIT + (of * HEAD + d) / 2, pack(o0 * by, o1 * by), step);
+      if (d == 0) put(logs + split() * HEADS + of, __float_as_uint(top + log2f(all)), step);
+    }
+  }
+
+  // This warp's columns of all heads' outputs, which the splits have together, into its input.
+  __device__ __forceinline__ void take_merged(const u64* outs, const u64* logs) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    constexpr int CHUNKS = HEADS * HEAD / WARPS / 4, N = (CHUNKS + 31) / 32, M = N < 2 ? N : 2,
+                  E = N == 1 ? 4 : 2;
+    for (int n = 0; n < N; n += M) {
+      float top[M], all[M] = {}, o[M][4] = {};
+#pragma unroll
+      for (int i = 0; i < M; i++) top[i] = -1e30f;
+      for (int s = 0; s < splits; s += E) {
+        u64 log[M][E], x[M][E], z[M][E];
+        u32 looks = 0;
+        bool again = false;
+        do {
+          bool more = false;
+#pragma unroll
+          for (int i = 0; i < M; i++) {
+            const int chunk = (n + i) * 32 + lane,
+                      column = warp * (HEADS * HEAD / WARPS) + chunk * 4;
+#pragma unroll
+            for (int e = 0; e < E; e++) {
+              if (!again)
+                log[i][e] = x[i][e] = z[i][e] =
+                    chunk < CHUNKS && s + e < splits ? 0 : (u64)step << 32;
+              if (!is_of(log[i][e], step) || !is_of(x[i][e], step) || !is_of(z[i][e], step)) {
+                log[i][e] = look(logs + (s + e) * HEADS + column / HEAD);
+                look(outs + (s + e) * SPLIT + column / 2, x[i][e], z[i][e]);
+                more = true;
+              }
+            }
+          }
+          again = more;
+          if (++looks > PATIENCE) __trap();
+        } while (again);
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+          for (int e = 0; e < E; e++)
+            if (s + e < splits) {
+              const float l = __uint_as_float((u32)log[i][e]), high_ = fmaxf(top[i], l);
+              const float shrink = exp2f(top[i] - high_), by = exp2f(l - high_);
+              top[i] = high_, all[i] = all[i] * shrink + by;
+              o[i][0] = o[i][0] * shrink + by * low((u32)x[i][e]),
+              o[i][1] = o[i][1] * shrink + by * high((u32)x[i][e]);
+              o[i][2] = o[i][2] * shrink + by * low((u32)z[i][e]),
+              o[i][3] = o[i][3] * shrink + by * high((u32)z[i][e]);
+            }
+      }
+#pragma unroll
+      for (int i = 0; i < M; i++) {
+        const int chunk = (n + i) * 32 + lane;
+        const float by = len ? 1.f / all[i] : 0.f;
+        if (chunk < CHUNKS)
+          *(uint2*)&m.input[warp][chunk * 4] =
+              make_uint2(pack(o[i][0] * by, o[i][1] * by), pack(o[i][2] * by, o[i][3] * by));
+      }
+    }
+    __syncwarp();
+  }
+};

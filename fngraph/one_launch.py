@@ -73,13 +73,18 @@ class OneLaunch:
     kernel: Megakernel
 
     def why_not(self, inputs: Sequence[torch.Tensor]) -> str | None:
-        """Why the kernel cannot be made, or cannot read the program's inputs where they lie."""
+        """Make all that the kernel needs ahead of a capture over these; or why it cannot run."""
         at = self.fns.index(self.kernel)
         reads = self.program.instructions[at].reads
         norm = inputs[reads[FIRST]]  # in the place of what is not there yet
         tensors = [inputs[i] if i < self.program.num_inputs else norm for i in reads]
-        made = parted(self.kernel.decoder, tensors)
-        return made if isinstance(made, str) else self.kernel.refusal_on(norm.device)
+        operands = parted(self.kernel.decoder, tensors)
+        if isinstance(operands, str):
+            return operands
+        if why := self.kernel.refusal_on(norm.device):
+            return why
+        self.kernel.prepared(operands)
+        return None
 
     def __repr__(self) -> str:
         return f"OneLaunch({self.kernel.decoder.layers} layers and the head)"

@@ -360,3 +360,37 @@ def test_compiled_pieces_around_it() -> None:
         assert any("megakernel" in name for name in kernels(step)) == megakernel
         logits.append(step(cache, batch_of(50, "cuda"))[1])
     close(*logits)
+
+
+@pytest.mark.gpu
+def test_asleep_and_awake_again() -> None:
+    """Buffers that lie elsewhere afterwards."""
+    family, config = family_and_config("llama")
+    cache = cache_of(config, "cuda")
+    fast = graphified(family, outputs="own").bind(params_of(family, config, "cuda"))
+    step = fast.capture(cache, LIMITS, progress=False)
+    want = step(cache, batch_of(50, "cuda"))[1].clone()
+    step.sleep()
+    hole = torch.zeros(1 << 20, device="cuda")
+    step.wake()
+    assert any("megakernel" in name for name in kernels(step))
+    assert torch.equal(step(cache, batch_of(50, "cuda"))[1], want)
+    del hole
+
+
+@pytest.mark.gpu
+def test_two_steps_of_one_function_at_once() -> None:
+    """Each has words of its own, on streams that overlap."""
+    family, config = family_and_config("qwen3")
+    fast = graphified(family).bind(params_of(family, config, "cuda"))
+    caches = [cache_of(config, "cuda") for _ in range(2)]
+    steps = [fast.capture(cache, LIMITS, progress=False) for cache in caches]
+    want = [step(cache, batch_of(60 + i, "cuda"))[1].clone() for i, (step, cache) in
+            enumerate(zip(steps, caches))]  # fmt: skip
+    streams = [torch.cuda.Stream() for _ in steps]
+    torch.cuda.synchronize()
+    for _ in range(30):
+        for i, (step, cache, stream) in enumerate(zip(steps, caches, streams)):
+            with torch.cuda.stream(stream):
+                got = step(cache, batch_of(60 + i, "cuda"))[1]
+                assert torch.equal(got, want[i])

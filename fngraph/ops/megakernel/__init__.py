@@ -178,14 +178,13 @@ class _Step(ctypes.Structure):
 class Megakernel:
     """A decoder's launch as an instruction of a program, `fn(sizes, host, *tensors) -> (logits,)`.
 
-    What its programs tell one another lies in memory that belongs to it, so launches of one object
-    must follow one another, as those of graphs in one pool do.
+    What its programs tell one another lies in memory of its own, for each place of `seq_lens`: so
+    launches over one step's buffers must follow one another, as those of its graphs do.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        self._words: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._layers: dict[tuple[tuple[int, ...], ...], Tensor] = {}
+        self._kept: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, sizes: Any, host: Any, *tensors: Tensor) -> tuple[Tensor]:
         """One step.
@@ -195,28 +194,42 @@ class Megakernel:
 
         Raises:
             CaptureError: they do not lie as the kernel reads them; it cannot be made; or this is
-                the first call, and within a capture.
+                the first call over these, and within a capture.
             PackageError: NVRTC is missing.
         """
         operands = parted(self.decoder, tensors)
         if isinstance(operands, str):
             raise CaptureError(f"{WHAT}: {operands}")
         x, cos, sin, slots, seq_lens, starts, table = operands.step
-        pointers = tuple(
-            tuple(0 if t is None else t.data_ptr() for t in of) for of in operands.layers
-        )
-        if x.device not in self._words or pointers not in self._layers:
-            self._prepare(x.device, pointers)
-        words, number = self._words[x.device]
+        layers, words, number = self.prepared(operands)
         logits = x.new_empty(1, self.decoder.words)
-        read = (cos, sin, operands.norm, operands.head, logits, slots, seq_lens, starts, table)
+        read = (x, cos, sin, operands.norm, operands.head, logits, slots, seq_lens, starts, table)
         step = _Step(
-            self._layers[pointers].data_ptr(), x.data_ptr(), *(t.data_ptr() for t in read),
-            words.data_ptr(), number.data_ptr(), table.shape[1], self.decoder.eps,
-            self.decoder.head_eps, self.decoder.scale * math.log2(math.e),
+            *(t.data_ptr() for t in (layers, *read, words, number)), table.shape[1],
+            self.decoder.eps, self.decoder.head_eps, self.decoder.scale * math.log2(math.e),
         )  # fmt: skip
         _launch(self.decoder, x.device, step)
         return (logits,)
+
+    def prepared(self, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+        """What stays from step to step: where layers lie, words, the number of the step.
+
+        Raises:
+            CaptureError: it is not there yet, and no capture may make it.
+        """
+        pointers = [[0 if t is None else t.data_ptr() for t in of] for of in operands.layers]
+        device, at = operands.head.device, operands.step[4].data_ptr()
+        key = (device, at, *(tuple(of) for of in pointers))
+        if key not in self._kept:
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureError(f"{WHAT}: its first call cannot be captured, run it before")
+            self._kept[key] = (
+                torch.tensor(pointers, dtype=torch.int64, device=device),
+                torch.zeros(self.decoder.number_of_words(), dtype=torch.int64, device=device),
+                torch.tensor([1, 0], dtype=torch.int32, device=device),
+            )
+            torch.cuda.current_stream(device).synchronize()  # graphs go to another
+        return self._kept[key]
 
     def refusal_on(self, device: torch.device) -> str | None:
         """Why its kernel cannot be made for a device, or None: it is, now."""
@@ -225,15 +238,6 @@ class Megakernel:
         except (CaptureError, PackageError) as error:
             return str(error)
         return None
-
-    def _prepare(self, device: torch.device, pointers: tuple[tuple[int, ...], ...]) -> None:
-        """Make what stays from step to step, which no graph may make anew."""
-        if torch.cuda.is_current_stream_capturing():
-            raise CaptureError(f"{WHAT}: its first call cannot be captured, run it before")
-        if device not in self._words:
-            words = torch.zeros(self.decoder.number_of_words(), dtype=torch.int64, device=device)
-            self._words[device] = words, torch.ones(1, dtype=torch.int32, device=device)
-        self._layers[pointers] = torch.tensor(pointers, dtype=torch.int64, device=device)
 
     def __repr__(self) -> str:
         return f"Megakernel({self.decoder.layers} layers)"

@@ -19,7 +19,7 @@ struct Step {
   const long long* slot;  // of the new key; -1: none
   const int *seq_len, *start, *table;
   u64* words;
-  u32* number;                 // of the step, from 1
+  u32* number;                 // of the step, from 1; and how many programs have read it
   int blocks;                  // of the table
   float eps, head_eps, scale;  // scale times log2(e)
 };

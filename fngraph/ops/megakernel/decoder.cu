@@ -20,6 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int i = thread; i < LAYERS * (int)(sizeof(Layer) / 8); i += THREADS)
     ((u64*)m.layers)[i] = ((const u64*)a.layers)[i];
   __syncthreads();
+  if (thread == 0) atomicAdd(a.number + 1, 1);  // it knows the number of the step
 
   // norms are small, and would be asked for too late: they wait in the second-level cache
   constexpr int LINES = WIDTH / 64;
@@ -205,6 +206,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
   }
-  if (program == 0 && thread == 0)
-    *(volatile u32*)a.number = step + 1 ? step + 1 : 1;  // 0 is what words begin with
+  if (program == 0 && thread == 0) {  // a program that has no rows may not have begun yet
+    volatile u32* number = a.number;
+    for (u32 looks = 0; number[1] != PROGRAMS;)
+      if (++looks > PATIENCE) __trap();
+    number[1] = 0;
+    number[0] = step + 1 ? step + 1 : 1;  // 0 is what words begin with
+  }
 }

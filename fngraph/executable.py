@@ -24,6 +24,7 @@ from fngraph.core.memory import Bytes
 from fngraph.core.program import Program
 from fngraph.core.spec import Key
 from fngraph.core.text import expect
+from fngraph.errors import CaptureError, PackageError
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.table import DonationTable
 from fngraph.fx.leaves import Leaf
@@ -112,7 +113,8 @@ class Executable:
         peers: the processes that its collectives meet; None: it has none.
         divided: index of a leaf that tells a primitive where sequences begin, to the rows that they
             are of.
-        one_launch: what FULL keys of one token run in the place of `program`; None: they run that.
+        one_launch: what FULL keys of one token and request run in the place of `program`; None:
+            they run that.
     """
 
     args: Arguments
@@ -159,10 +161,13 @@ class Executable:
         sizes, one = self.sizes(descriptor), self.one_launch
         if one is None or mode is not Mode.FULL or sizes["T"] != 1 or sizes["R"] != 1:
             return self.program, self.fns
-        if why := one.why_not(inputs):
-            _warn(f"{mode} {descriptor} is not one launch, and would be faster so: {why}")
-            return self.program, self.fns
-        return one.program, one.fns
+        try:
+            return one.program, one.over(inputs)
+        except (CaptureError, PackageError) as error:
+            _warn(
+                f"{mode} {descriptor}: layers run kernel by kernel, and not as one launch: {error}"
+            )
+        return self.program, self.fns
 
     @property
     def reads(self) -> set[int]:

@@ -22,12 +22,14 @@ import torch
 from torch import fx
 
 from fngraph.core.program import Program
-from fngraph.fx.nodes import op_name, results_of
+from fngraph.fx.nodes import is_loop, op_name, results_of
 from fngraph.fx.pieces.around import Around, split_around
+from fngraph.fx.pieces.collectives import collectives_of
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.graphs.replay import InstructionFn
-from fngraph.ops.megakernel import FIRST, Decoder, Megakernel, parted
-from fngraph.passes.pattern import dtype_of, sizes
+from fngraph.ops.megakernel import FIRST, Decoder, Launch
+from fngraph.ops.primitives import PRIMITIVES
+from fngraph.passes.pattern import dtype_of, is_dense, sizes
 
 aten = torch.ops.aten
 _LINEAR = torch.ops.fngraph.fused_linear.default
@@ -42,7 +44,7 @@ class Layers:
     around: Around
 
 
-def layers_of(graph: Graph, outputs: Sequence[int]) -> Layers | str:
+def find_layers(graph: Graph, outputs: Sequence[int]) -> Layers | str:
     """A graph's decoder, if its weights are where the kernel runs; or why it has none.
 
     Args:
@@ -54,40 +56,51 @@ def layers_of(graph: Graph, outputs: Sequence[int]) -> Layers | str:
     weights: torch.Tensor = found.reads[-1].meta["val"]
     if why := found.decoder.refusal_on(weights.device):
         return why
+    if collectives_of(graph.gm.graph):  # all processes must run one program for a key
+        return "other processes are met"
     given = results_of(graph.gm.graph)
-    results = [given[i] for i in outputs]
-    around = split_around(graph, found.nodes, found.reads, found.logits, results)
-    return around if isinstance(around, str) else Layers(found.decoder, around)
+    around = split_around(
+        graph, found.nodes, found.reads, found.logits, [given[i] for i in outputs]
+    )
+    if isinstance(around, str):
+        return around
+    for piece in around.beside:
+        calls = [n for n in piece.gm.graph.nodes if op_name(n) in PRIMITIVES or is_loop(n)]
+        if calls:
+            return f"{calls[0]} is a primitive or a loop beside the layers"
+    return Layers(found.decoder, around)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OneLaunch:
-    """A program with its callables, for a step of one token and one request.
+    """A program with its callables, for a key of one token and one request.
 
     Attributes:
-        fns: one an instruction, `fn(sizes, host, *tensors) -> tensors`; one is `kernel`.
+        fns: one an instruction, `fn(sizes, host, *tensors) -> tensors`; but for the decoder's own,
+            which is made for each capture.
+        at: the decoder's instruction.
     """
 
+    decoder: Decoder
     program: Program
     fns: tuple[InstructionFn, ...]
-    kernel: Megakernel
+    at: int
 
-    def why_not(self, inputs: Sequence[torch.Tensor]) -> str | None:
-        """Make all that the kernel needs ahead of a capture over these; or why it cannot run."""
-        at = self.fns.index(self.kernel)
-        reads = self.program.instructions[at].reads
+    def over(self, inputs: Sequence[torch.Tensor]) -> tuple[InstructionFn, ...]:
+        """All callables, with a launch over these inputs, for which memory is taken and the kernel
+        compiled now.
+
+        Raises:
+            CaptureError, PackageError: see `Launch`.
+        """
+        reads = self.program.instructions[self.at].reads
         norm = inputs[reads[FIRST]]  # in the place of what is not there yet
         tensors = [inputs[i] if i < self.program.num_inputs else norm for i in reads]
-        operands = parted(self.kernel.decoder, tensors)
-        if isinstance(operands, str):
-            return operands
-        if why := self.kernel.refusal_on(norm.device):
-            return why
-        self.kernel.prepared(operands)
-        return None
+        launch = Launch(self.decoder, tensors)
+        return (*self.fns[: self.at], launch, *self.fns[self.at + 1 :])
 
     def __repr__(self) -> str:
-        return f"OneLaunch({self.kernel.decoder.layers} layers and the head)"
+        return f"OneLaunch({self.decoder.layers} layers and the head)"
 
 
 # a decoder in a graph
@@ -309,6 +322,13 @@ class _Walk:
                 raise _UnlikeError(f"{node} is of {dtype_of(node)}, and the kernel reads {wanted}")
         if sizes(reads[1])[-1] * 2 != decoder.head_dim:
             raise _UnlikeError("angles are not half as many as columns of a head")
+        tokens, reqs = sizes(reads[3])[0], sizes(reads[4])[0]
+        rows = {"the layers' input": reads[0], "angles": reads[1]}
+        for what, node in rows.items():
+            if sizes(node)[0] != tokens or not is_dense(node):
+                raise _UnlikeError(f"{what} are not a row for each token, one behind the other")
+        if sizes(logits)[0] not in (tokens, reqs):
+            raise _UnlikeError("logits are not a row for each token, or for each request")
         if len(set(reads)) < len(reads):
             raise _UnlikeError("layers share weights")
         if why := decoder.refusal():
@@ -316,14 +336,19 @@ class _Walk:
         for node in self.inside - {logits}:
             if strangers := [n for n in node.users if n not in self.inside]:
                 raise _UnlikeError(f"{node} is read by {strangers[0]} too")
-        if late := [n for n in reads if n in self.inside]:
+        if made := [n for n in reads[_MADE:] if n.op not in ("placeholder", "get_attr")]:
+            raise _UnlikeError(f"{made[0]} is made in the graph, and should be a leaf")
+        if late := [n for n in reads[:_MADE] if n in self.inside]:
             raise _UnlikeError(f"{late[0]} is made within the layers")
 
 
 _STEP = (torch.bfloat16,) * 3 + (torch.int64,) + (torch.int32,) * 3
 """dtypes of the first operands."""
+_MADE = 3  # x, cos and sin; all others are leaves
 
 
 def _arguments(call: fx.Node) -> dict[str, Any]:
     names = [a.name for a in call.target._schema.arguments]  # type: ignore[union-attr]
-    return dict(zip(names, call.args, strict=True))
+    if call.kwargs or len(call.args) != len(names):
+        raise _UnlikeError(f"{call} has arguments by name, or left out")
+    return dict(zip(names, call.args))

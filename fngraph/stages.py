@@ -74,8 +74,7 @@ from fngraph.fx.signatures import Signature
 from fngraph.fx.tracing.ambient import Ambient
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.graphs.replay import InstructionFn
-from fngraph.one_launch import Layers, OneLaunch, layers_of
-from fngraph.ops.megakernel import Megakernel
+from fngraph.one_launch import Layers, OneLaunch, find_layers
 from fngraph.ops.primitives import PRIMITIVES
 from fngraph.options import (
     CaptureDict,
@@ -186,7 +185,7 @@ class Compiled:
             ]
             parts.append(table(["mode", "key", "compiled", "sizes"], uses))
         if self.executable.one_launch is not None:
-            parts.append(f"FULL keys of one token: {self.executable.one_launch!r}")
+            parts.append(f"FULL keys of one token and request: {self.executable.one_launch!r}")
         return "\n\n".join(parts)
 
     def __repr__(self) -> str:
@@ -283,7 +282,7 @@ class Lowered:
                     made = before.get(piece.key) or self._compiled(name, piece, plan)
                     of_piece[id(piece)] = made
                     compiled.append(made)
-        if isinstance(layers := self.layers, Layers):
+        if isinstance(layers := self.one_launch, Layers):
             for name, piece in zip(
                 ("piece of one token", "last piece of one token"), layers.around.beside
             ):
@@ -302,9 +301,9 @@ class Lowered:
                 fns.append(callables.of(part))
         one_launch = None
         if isinstance(layers, Layers):
-            kernel, around = Megakernel(layers.decoder), layers.around
-            ran = tuple(kernel if p is around.run else callables.of(p) for p in around.parts)
-            one_launch = OneLaunch(around.program, ran, kernel)
+            around = layers.around
+            ran = tuple(callables.of(part) for part in around.parts)
+            one_launch = OneLaunch(layers.decoder, around.program, ran, around.at)
         made_of = self.executable(tuple(fns), tuple(compiled), one_launch)
         passes = tuple(one.counted() for one in self.split.traced.passes)
         return Compiled(made_of, options, tuple(self.split.distinct), passes)
@@ -315,14 +314,17 @@ class Lowered:
         return wanted == {one.key for one in compiled}
 
     @functools.cached_property
-    def layers(self) -> Layers | str:
-        """What FULL keys of one token run as one launch, or why they do not."""
+    def one_launch(self) -> Layers | str:
+        """The layers that FULL keys of one token and request run as one launch; or why they run
+        kernel by kernel."""
         traced, modes = self.split.traced, self.table.modes
         if not traced.options.megakernel:
             return "megakernel=False"
         if Mode.FULL not in (modes.decode, modes.mixed):
             return "there are no FULL keys"
-        return layers_of(traced.graph, traced.outputs)
+        if traced.options.backends.get("attention") is not None:
+            return "attention has a backend that was asked for"
+        return find_layers(traced.graph, traced.outputs)
 
     def _compiled(self, name: str, piece: Piece, plan: Plan, of_one: bool = False) -> CompiledPiece:
         """A piece compiled for every key, and for the extremes of what runs without one; or for one

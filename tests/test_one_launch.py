@@ -13,10 +13,11 @@ from torch import Tensor, fx
 import fngraph as fg
 from fngraph import one_launch
 from fngraph.core.program import run_program
-from fngraph.fx.nodes import results_of
+from fngraph.fx.nodes import op_name, results_of
 from fngraph.fx.pieces.around import split_around
 from fngraph.fx.pieces.code import direct
 from fngraph.models.families import decoder, gemma3, llama, qwen2, qwen3
+from fngraph.models.families.rope import rotation
 from fngraph.models.weights import naming
 
 SMALL: Any = {"vocab_size": 5000, "num_layers": 3, "num_heads": 8, "num_kv_heads": 2, "dim": 512,
@@ -164,7 +165,8 @@ WHY = {
     "words": ("llama", {"vocab_size": 516}, {}, "no multiple of 8"),
     "heads": ("llama", {"head_dim": 32, "num_heads": 16}, {}, "heads of 32"),
     "share": ("llama", {"num_heads": 16, "num_kv_heads": 1}, {}, "more than 8 of 16 heads"),
-    "wide": ("llama", {"dim": 8704}, {}, "8704 columns of the model are more than 8192"),
+    "wide": ("llama", {"dim": 9216}, {}, "9216 columns of the model are more than 8192"),
+    "parts": ("llama", {"mlp_dim": 8704}, {}, "8704 columns of mlp have no parts of 8"),
     "biases": ("qwen2", {"qkv_bias": True}, {}, "come from no norm and product"),
     "gemma": ("gemma3", {}, {}, "."),
 }
@@ -183,7 +185,7 @@ def test_what_is_no_such_decoder_says_why(case: str) -> None:
     assert isinstance(found := found_in(stage), str)
     assert re.search(why, found), found
     lowered = stage.split().lower()
-    assert isinstance(lowered.layers, str)
+    assert isinstance(lowered.one_launch, str)
     assert lowered.compile().executable.one_launch is None
 
 
@@ -200,17 +202,228 @@ def test_a_value_within_that_others_read_is_in_the_way() -> None:
     assert "is read by" in found_in(stage)
 
 
+ATTENTION, LINEAR, PAIR = "fngraph::attention", "fngraph::fused_linear", "fngraph::paired_linears"
+OTHER = object()  # another tensor of the same kind: the embedding, or the layers' input
+EDITS = [  # op, which of its calls, argument, new value, what is said
+    (ATTENTION, 1, "q", "k", "k is more than|do not lie one behind the other"),
+    (ATTENTION, 1, "scale", 0.25, "differs in its scale"),
+    (ATTENTION, 1, "eps", 0.5, "differs in its eps"),
+    (ATTENTION, 1, "cos", "sin", "differs in its cos"),
+    (ATTENTION, 1, "sin", "cos", "differs in its sin"),
+    (ATTENTION, 1, "slot_mapping", OTHER, "differs in its slot_mapping"),
+    (ATTENTION, 1, "seq_lens", OTHER, "differs in its seq_lens"),
+    (ATTENTION, 1, "query_start_loc", OTHER, "differs in its query_start_loc"),
+    (ATTENTION, 1, "block_tables", OTHER, "differs in its block_tables"),
+    (ATTENTION, 1, "window", 8, "attention has window"),
+    (ATTENTION, 1, "softcap", 8.0, "attention has softcap"),
+    (ATTENTION, 1, "sinks", OTHER, "attention has sinks"),
+    (ATTENTION, 1, "k_scale", OTHER, "attention has k_scale"),
+    (ATTENTION, 1, "v_scale", OTHER, "attention has v_scale"),
+    (ATTENTION, 1, "out_scale", OTHER, "attention has out_scale"),
+    (ATTENTION, 1, "causal", False, "not causal"),
+    (ATTENTION, 1, "centred", True, "norms add 1"),
+    (ATTENTION, 1, "cos", None, "does not turn"),
+    (ATTENTION, 1, "q_norm", OTHER, "one of q and k has a norm"),
+    (ATTENTION, 1, "out", OTHER, "memory that was there"),
+    (PAIR, 0, "more", OTHER, "no sum, norm and gate"),  # behind attention
+    (PAIR, 0, "gated", False, "no sum, norm and gate"),
+    (PAIR, 0, "centred", True, "adds 1"),
+    (PAIR, 0, "eps", 0.5, "for eps"),
+    (PAIR, 1, "more", OTHER, "the sum behind the mlp of layer 0"),  # behind a gate
+    (PAIR, 1, "gated", True, "behind layer 0 there is no sum, norm and product"),
+    (PAIR, 1, "centred", True, "adds 1"),
+    (PAIR, 1, "eps", 0.5, "for eps"),
+    (LINEAR, 0, "more", OTHER, "a norm and a product is another"),  # ahead of all
+    (LINEAR, 0, "gated", True, "a norm and a product is another"),
+    (LINEAR, 0, "norm", None, "a norm and a product is another"),
+    (LINEAR, 0, "centred", True, "adds 1"),
+    (LINEAR, 0, "eps", 0.5, "for eps"),
+    (LINEAR, 1, "more", OTHER, "the sum behind the mlp of layer 2"),  # the last product
+    (LINEAR, 1, "gated", True, "no product and sum"),
+    (LINEAR, 1, "norm", OTHER, "no product and sum"),
+    (LINEAR, 2, "norm", None, "a norm and a product is another"),  # the head
+    (LINEAR, 2, "eps", 0.5, "for eps"),
+]
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    family, config = family_and_config("llama")
+    return traced(family, config)[0]
+
+
+@pytest.mark.parametrize(
+    ("op", "which", "name", "value", "why"), EDITS, ids=lambda x: str(x)[:24].replace("::", " ")
+)
+def test_an_argument_that_is_another(
+    small: Any, op: str, which: int, name: str, value: Any, why: str
+) -> None:
+    """Each that the kernel does not look at, or takes to be alike everywhere."""
+    graph = fx.Graph()
+    result = graph.graph_copy(small.graph.gm.graph, {})
+    graph.output(result)
+    call = [n for n in graph.nodes if op_name(n) == op][which]
+    names = [a.name for a in call.target._schema.arguments]
+    if value is OTHER:
+        like = call.args[names.index(name)]
+        other = next(n for n in graph.nodes if n.op == "placeholder" and n is not like)
+        value = other if name != "more" else next(n for n in graph.nodes if op_name(n) == LINEAR)
+    elif isinstance(value, str):
+        value = call.args[names.index(value)]
+    call.update_arg(names.index(name), value)
+    found = one_launch.decoder_in(graph)
+    assert isinstance(found, str)
+    assert re.search(why, found), found
+
+
+def of(forward: Any, **options: Any) -> Any:
+    """What the stages say of a forward over the small llama."""
+    family, config = family_and_config("llama")
+    stage, *_ = traced(family, config, forward, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_launch.Decoder, "refusal_on", lambda self, device: None)
+        return stage.split().lower().one_launch
+
+
+def layers_by(x_of: Any, rows_of: Any = lambda batch: batch.logits_indices) -> Any:
+    """A forward whose layers begin with what `x_of` gives, and the rest of what that gives."""
+
+    def step(params: Any, cache: Any, batch: llama.Batch) -> Any:
+        x, more = x_of(params, batch)
+        config = params.config
+        rope = rotation(batch.positions, config.head_dim, config.rope_theta, x.dtype, None)
+        x, cache = decoder.all_layers(params, x, rope, cache, batch, llama.attention)
+        return decoder.logits(params, x[rows_of(batch)]), more, cache
+
+    return step
+
+
+def _written(params: Any, batch: Any) -> Any:
+    x = params.embed[batch.token_ids].clone()
+    x.mul_(2)
+    return x + 1, x.float().sum(1)
+
+
+def _behind(params: Any, batch: Any) -> Any:
+    """A value of its own that is wanted behind the layers alone."""
+    return params.embed[batch.token_ids], batch.positions * 2 + 1
+
+
+def test_what_goes_ahead_and_behind_by_its_order() -> None:
+    """No effects may change places with others; what has none may."""
+    assert isinstance(of(layers_by(_behind)), one_launch.Layers)
+    assert "writes or draws ahead" in of(layers_by(_written))
+    generator = torch.Generator()
+
+    def drawn(params: Any, batch: Any) -> Any:
+        noise = torch.rand(batch.positions.shape, generator=generator)
+        return params.embed[batch.token_ids], noise
+
+    assert "writes or draws ahead" in of(layers_by(drawn), generators=(generator,))
+
+
+def test_rows_of_logits_that_are_computed() -> None:
+    """Whichever they are: of one token there is one."""
+    rows = lambda batch: batch.query_start_loc[1:].long() - 1  # noqa: E731
+    found = of(layers_by(_behind, rows))
+    assert isinstance(found, one_launch.Layers)
+    assert [one.name for one in found.around.program.instructions][:2] == ["piece 0", "run 0"]
+
+
+def test_rows_that_are_not_one_a_request() -> None:
+    """Two of the only token would be one."""
+    found = of(layers_by(_behind, lambda batch: torch.zeros(2, dtype=torch.int64)))
+    assert "logits are not a row for each token" in found
+
+
+def test_a_cache_that_is_read_between_layers() -> None:
+    """The kernel writes all layers at once."""
+
+    def step(params: Any, cache: Any, batch: llama.Batch) -> Any:
+        config = params.config
+        x = params.embed[batch.token_ids]
+        rope = rotation(batch.positions, config.head_dim, config.rope_theta, x.dtype, None)
+        kept, seen = [], []
+        for layer, kv in zip(params.layers, cache):
+            x, kv = decoder.decoder_layer(
+                config, layer, x, rope, kv, batch, llama.attention, None, decoder.rms_norm
+            )
+            seen.append(kv[0].float().sum())
+            kept.append(kv)
+        return decoder.logits(params, x[batch.logits_indices]), seen[0], tuple(kept)
+
+    try:
+        found = of(step)
+    except fg.errors.FnGraphError:
+        pytest.skip("a sum over slots is refused before")
+    assert "reads what the layers write" in found
+
+
+def test_weights_that_are_made_in_the_graph() -> None:
+    """Where they lie is not known before."""
+
+    def step(params: Any, cache: Any, batch: llama.Batch) -> Any:
+        layers = [dataclasses.replace(x, attn_norm=x.attn_norm * 1.5) for x in params.layers]
+        params = dataclasses.replace(params, layers=tuple(layers))
+        logits, cache = llama.forward(params, cache, batch)
+        return logits, cache
+
+    assert "is made in the graph" in of(step)
+
+
+def test_options_that_keep_it_away() -> None:
+    """A backend that was asked for runs; and nothing is looked for where nothing is asked."""
+    family = llama
+    assert "backend that was asked for" in of(
+        greedy(family.forward), backends={"attention": "reference"}
+    )
+    assert of(greedy(family.forward), megakernel=False) == "megakernel=False"
+    assert of(greedy(family.forward), modes="PIECEWISE") == "there are no FULL keys"
+
+
+def test_which_keys_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FULL of one token and one request; and none where the kernel cannot be made."""
+    family, config = family_and_config("llama")
+    stage, params, cache = traced(family, config, sizes=(1, 2), modes="FULL_AND_PIECEWISE")
+    monkeypatch.setattr(one_launch.Decoder, "refusal_on", lambda self, device: None)
+    executable = stage.split().lower().compile().executable
+    assert executable.one_launch is not None
+    assert "3 layers and the head" in repr(executable.one_launch)
+    batch = batch_of(5)
+    leaves = fg.core.trees.flatten((params, cache, batch))[0]
+    inputs = [x for x in leaves if isinstance(x, Tensor)] + list(stage.constants.values())
+    launches = []
+    monkeypatch.setattr(
+        one_launch, "Launch", lambda *given: launches.append(given) or (lambda *rest: ())
+    )
+    for (mode, descriptor), one in [
+        (key, key[0] is fg.Mode.FULL and key[1].num_tokens == 1) for key in executable.table
+    ]:
+        program, fns = executable.program_of((mode, descriptor), inputs)
+        assert (program is executable.one_launch.program) == one
+        assert len(fns) == len(program.instructions)
+    assert len(launches) == sum(
+        key[0] is fg.Mode.FULL and key[1].num_tokens == 1 for key in executable.table
+    )
+    (made, tensors), *_ = launches
+    assert made == executable.one_launch.decoder
+    assert tensors[one_launch.FIRST].data_ptr() == params.layers[0].attn_norm.data_ptr()
+
+    def fails(*given: Any) -> Any:
+        raise fg.errors.CaptureError("no such kernel")
+
+    monkeypatch.setattr(one_launch, "Launch", fails)
+    for key in executable.table:
+        assert executable.program_of(key, inputs)[0] is executable.program
+
+
 def test_a_cpu_has_no_use_for_it() -> None:
     """The reason stands in `Lowered`, and a step's program is the usual one."""
     family, config = family_and_config("llama")
     stage, *_ = traced(family, config, modes="FULL")
     lowered = stage.split().lower()
-    assert "weights are on cpu" in lowered.layers
+    assert "weights are on cpu" in lowered.one_launch
     assert lowered.compile().executable.one_launch is None
-    stage, *_ = traced(family, config, modes="FULL", megakernel=False)
-    assert stage.split().lower().layers == "megakernel=False"
-    stage, *_ = traced(family, config, modes="PIECEWISE")
-    assert stage.split().lower().layers == "there are no FULL keys"
 
 
 # --- run ------------------------------------------------------------------------------------------
@@ -385,12 +598,14 @@ def test_two_steps_of_one_function_at_once() -> None:
     fast = graphified(family).bind(params_of(family, config, "cuda"))
     caches = [cache_of(config, "cuda") for _ in range(2)]
     steps = [fast.capture(cache, LIMITS, progress=False) for cache in caches]
-    want = [step(cache, batch_of(60 + i, "cuda"))[1].clone() for i, (step, cache) in
-            enumerate(zip(steps, caches))]  # fmt: skip
+    batches = [batch_of(60 + i, "cuda") for i in range(2)]
+    want = [x(cache, batch)[1].clone() for x, cache, batch in zip(steps, caches, batches)]
     streams = [torch.cuda.Stream() for _ in steps]
     torch.cuda.synchronize()
+    got: list[list[Tensor]] = [[], []]
     for _ in range(30):
         for i, (step, cache, stream) in enumerate(zip(steps, caches, streams)):
             with torch.cuda.stream(stream):
-                got = step(cache, batch_of(60 + i, "cuda"))[1]
-                assert torch.equal(got, want[i])
+                got[i].append(step(cache, batches[i])[1])
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, want[i]) for i in range(2) for x in got[i])

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from fngraph.core.program import Instruction, Program, with_drops
+from fngraph.fx.generators import drawn, has_effect
 from fngraph.fx.nodes import is_size, is_tensor, storages_written
 from fngraph.fx.pieces.cuts import Piece, inputs_of_program, live_ops, ops_of, piece_of
 from fngraph.fx.tracing.tracer import Graph
@@ -23,7 +24,6 @@ class Around:
     """A program around a run of ops.
 
     Attributes:
-        run: the run's own ops, `gm(T, R, *reads) -> (result,)`.
         at: the number of its instruction.
         parts: a piece for each instruction, `run` for its own.
     """
@@ -55,14 +55,14 @@ def split_around(
         result: what others read of them.
     """
     inside, ops = set(run), live_ops(graph.gm, outputs)
-    ahead = _needed(reads)
+    ahead = _needed([a for n in run for a in n.all_input_nodes if a not in inside])
     before = [n for n in ops if n in ahead]
     after = [n for n in ops if n not in inside and n not in ahead]
     if why := _cannot_move(run, before, after):
         return why
     inputs = inputs_of_program(graph.gm)
     numbers = {node: i for i, node in enumerate(inputs)}  # of the program's values
-    later = {*reads, *outputs, *(a for n in after for a in n.all_input_nodes)}
+    later = {*outputs, *(a for n in (*run, *after) for a in n.all_input_nodes)}
     instructions: list[Instruction] = []
     parts: list[Piece] = []
     for name, nodes, needed, first in (
@@ -82,9 +82,9 @@ def split_around(
     return Around(with_drops(program), tuple(parts), int(bool(before)))
 
 
-def _needed(reads: Sequence[fx.Node]) -> set[fx.Node]:
+def _needed(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """These and all that they come from."""
-    found, left = set[fx.Node](), list(reads)
+    found, left = set[fx.Node](), [n for n in nodes if not is_size(n)]
     while left:
         node = left.pop()
         if node not in found:
@@ -96,13 +96,19 @@ def _needed(reads: Sequence[fx.Node]) -> set[fx.Node]:
 def _cannot_move(
     run: Sequence[fx.Node], before: Sequence[fx.Node], after: Sequence[fx.Node]
 ) -> str | None:
-    """Why ops that stand among those of the run cannot go ahead of it or behind it, or None."""
+    """Why ops cannot go ahead of the run or behind it, or None.
+
+    What has no effect may go anywhere, if nobody writes what it reads. So up to the end of the run
+    nothing but the run may write, draw or meet others; and what stands among its ops, or ahead of
+    it and goes behind, may read nothing that it writes.
+    """
     written = storages_written(run)
-    touched = written | {storage_key(a.meta["val"]) for n in run for a in n.all_input_nodes
-                         if is_tensor(a)}  # fmt: skip
-    moved = [n for n in before if run[0] < n] + [n for n in after if n < run[-1]]
-    for node in moved:
+    for node in (*before, *after):
+        if run[-1] < node:
+            continue
+        if has_effect(node) or drawn(node) or storages_written([node]):
+            return f"{node} writes or draws ahead of the last layer's end"
         read = {storage_key(a.meta["val"]) for a in node.all_input_nodes if is_tensor(a)}
-        if read & written or storages_written([node]) & touched:
-            return f"{node} is among them, and goes by what they write, or writes what they read"
+        if read & written and (run[0] < node or node in after):
+            return f"{node} reads what the layers write"
     return None

@@ -36,7 +36,7 @@ from fngraph.torch_facts.driver import checked, driver_for, relaxed
 
 WHAT = "a decoder in one launch"
 SOURCE = Path(__file__).with_name("decoder.cu")  # includes the *.cuh beside it
-WARPS, LOADS, MOST_SPLITS = 8, 32, 16  # as there
+WARPS, RING = 8, 32  # as in products.cuh
 FIRST = 7  # operands before those of the first layer
 
 
@@ -83,10 +83,14 @@ class Decoder(NamedTuple):
         for columns, whose in inputs.items():
             if columns % (64 * WARPS):
                 return f"{columns} columns of {whose} are no multiple of {64 * WARPS}"
+        for columns in inputs:  # rows that are too long for the ring are read by parts
+            loads = columns // (32 * WARPS)
+            if loads > RING and not any(loads % n == 0 for n in range(8, RING + 1, 2)):
+                return f"{columns} columns of {inputs[columns]} have no parts of 8 to {RING} loads"
         if any(n % 8 for n in rows):
             return f"one of {rows} rows is no multiple of 8"
-        if self.width > 32 * LOADS * WARPS:
-            return f"{self.width} columns of the model are more than {32 * LOADS * WARPS}"
+        if self.width > 32 * RING * WARPS:
+            return f"{self.width} columns of the model are more than {32 * RING * WARPS}"
         if self.head_dim not in (64, 128):
             return f"heads of {self.head_dim} are neither of 64 nor of 128"
         if self.heads > 8 * self.kv_heads:
@@ -96,10 +100,10 @@ class Decoder(NamedTuple):
     def refusal_on(self, device: torch.device) -> str | None:
         """Why it cannot run on a device, or None."""
         if device.type != "cuda" or torch.version.cuda is None:
-            return f"it is for GPUs of NVIDIA's, and weights are on {device}"
+            return f"it runs on NVIDIA GPUs, and the weights are on {device}"
         capability = torch.cuda.get_device_capability(device)
         if capability < (9, 0):
-            return "it is for compute capability 9.0 and later, and {}.{} is here".format(
+            return "it runs on compute capability 9.0 and later, and {}.{} is here".format(
                 *capability
             )
         if importlib.util.find_spec("cuda") is None or not importlib.util.find_spec(
@@ -109,12 +113,6 @@ class Decoder(NamedTuple):
         if self.kv_heads > processors(device):
             return f"{self.kv_heads} kv heads are more than there are multiprocessors"
         return None
-
-    def number_of_words(self) -> int:
-        """That its programs write, 8 bytes each."""
-        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim // 2
-        attention = MOST_SPLITS * (self.heads * self.head_dim // 2 + self.heads)
-        return self.layers * (qkv + attention + self.width + self.mlp // 2)
 
 
 class Operands(NamedTuple):
@@ -132,8 +130,12 @@ class Operands(NamedTuple):
     head: Tensor
 
 
-def parted(decoder: Decoder, tensors: Sequence[Tensor]) -> Operands | str:
-    """Operands as the kernel reads them, or why it cannot read them where they lie."""
+def parted(decoder: Decoder, tensors: Sequence[Tensor]) -> Operands:
+    """Operands as the kernel reads them.
+
+    Raises:
+        CaptureError: it cannot read them where they lie.
+    """
     in_qkv, in_gate, in_head = decoder.weights
     left = iter(tensors)
     take = lambda n: [next(left) for _ in range(n)]  # noqa: E731
@@ -143,23 +145,29 @@ def parted(decoder: Decoder, tensors: Sequence[Tensor]) -> Operands | str:
         (norm,), qkv = take(1), take(in_qkv)
         q_norm, k_norm = take(2) if decoder.normed else (None, None)
         (k, v, out, mlp_norm), gate_up, (down,) = take(4), take(in_gate), take(1)
-        for what, parts in (("q, k and v", qkv), ("the gate", gate_up)):
-            if why := why_apart(parts):
-                return (
-                    f"weights of {what} of layer {i} do not lie side by side: {why}. Bind "
-                    "fg.ops.lay_side_by_side(params)"
-                )
-        layers.append(
-            (norm, as_one(qkv), q_norm, k_norm, out, mlp_norm, as_one(gate_up), down, k, v)
-        )
+        whole = _whole(f"q, k and v of layer {i}", qkv)
+        gates = _whole(f"the gate of layer {i}", gate_up)
+        layers.append((norm, whole, q_norm, k_norm, out, mlp_norm, gates, down, k, v))
     (norm,), head = take(1), take(in_head)
-    if why := why_apart(head):
-        return f"parts of the head do not lie side by side: {why}"
-    made = Operands(step, tuple(layers), norm, as_one(head))
-    for x in (*step, *(x for of in layers for x in of if x is not None), norm, made.head):
+    made = Operands(step, tuple(layers), norm, _whole("the head", head))
+    named = [("the step", x) for x in step] + [("the last norm", norm), ("the head", made.head)]
+    named += [(f"layer {i}", x) for i, of in enumerate(layers) for x in of if x is not None]
+    for where, x in named:
         if not x.is_contiguous() or (x.dtype == torch.bfloat16 and x.data_ptr() % 16):
-            return f"a tensor of shape {tuple(x.shape)} has gaps, or does not begin at 16 bytes"
+            raise CaptureError(
+                f"{WHAT}: a tensor of {where}, {tuple(x.shape)}, has gaps or does not begin at a "
+                "multiple of 16 bytes"
+            )
     return made
+
+
+def _whole(what: str, parts: Sequence[Tensor]) -> Tensor:
+    if why := why_apart(parts):
+        raise CaptureError(
+            f"{WHAT}: weights of {what} do not lie side by side: {why}. Bind "
+            "fg.ops.lay_side_by_side(params)"
+        )
+    return as_one(parts)
 
 
 class _Step(ctypes.Structure):
@@ -175,87 +183,73 @@ class _Step(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Megakernel:
-    """A decoder's launch as an instruction of a program, `fn(sizes, host, *tensors) -> (logits,)`.
+class Launch:
+    """A decoder's launches over tensors that stay where they are, as an instruction of a program:
+    `fn(sizes, host, *tensors) -> (logits,)`.
 
-    What its programs tell one another lies in memory of its own, for each place of `seq_lens`: so
-    launches over one step's buffers must follow one another, as those of its graphs do.
+    What its programs tell one another lies in memory of its own: so launches of one object must
+    follow one another, as those of one graph do.
+
+    Args:
+        tensors: as `parted` takes them; those of the step itself are looked at in each call.
+
+    Raises:
+        CaptureError: they do not lie as the kernel reads them, or it cannot be made.
+        PackageError: NVRTC is missing.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, tensors: Sequence[Tensor]) -> None:
+        operands = parted(decoder, tensors)
+        device = operands.head.device
         self.decoder = decoder
-        self._kept: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = {}
+        self._kernel = _loaded(decoder, _index(device))
+        self._norm, self._head = operands.norm, operands.head
+        pointers = [[0 if t is None else t.data_ptr() for t in of] for of in operands.layers]
+        self._layers = torch.tensor(pointers, dtype=torch.int64, device=device)
+        self._words = torch.zeros(self._kernel.words, dtype=torch.int64, device=device)
+        self._number = torch.tensor([1, 0], dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # graphs go to another
 
     def __call__(self, sizes: Any, host: Any, *tensors: Tensor) -> tuple[Tensor]:
-        """One step.
-
-        Args:
-            tensors: as `parted` takes them, of one token and one request.
+        """One step of one token and one request.
 
         Raises:
-            CaptureError: they do not lie as the kernel reads them; it cannot be made; or this is
-                the first call over these, and within a capture.
-            PackageError: NVRTC is missing.
+            CaptureError: it cannot be launched.
         """
-        operands = parted(self.decoder, tensors)
-        if isinstance(operands, str):
-            raise CaptureError(f"{WHAT}: {operands}")
-        x, cos, sin, slots, seq_lens, starts, table = operands.step
-        layers, words, number = self.prepared(operands)
+        x, cos, sin, slots, seq_lens, starts, table = tensors[:FIRST]
         logits = x.new_empty(1, self.decoder.words)
-        read = (x, cos, sin, operands.norm, operands.head, logits, slots, seq_lens, starts, table)
+        read = (x, cos, sin, self._norm, self._head, logits, slots, seq_lens, starts, table)
         step = _Step(
-            *(t.data_ptr() for t in (layers, *read, words, number)), table.shape[1],
-            self.decoder.eps, self.decoder.head_eps, self.decoder.scale * math.log2(math.e),
+            *(t.data_ptr() for t in (self._layers, *read, self._words, self._number)),
+            table.shape[1], self.decoder.eps, self.decoder.head_eps,
+            self.decoder.scale * math.log2(math.e),
         )  # fmt: skip
-        _launch(self.decoder, x.device, step)
+        _launch(self._kernel, x.device, step)
         return (logits,)
 
-    def prepared(self, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
-        """What stays from step to step: where layers lie, words, the number of the step.
-
-        Raises:
-            CaptureError: it is not there yet, and no capture may make it.
-        """
-        pointers = [[0 if t is None else t.data_ptr() for t in of] for of in operands.layers]
-        device, at = operands.head.device, operands.step[4].data_ptr()
-        key = (device, at, *(tuple(of) for of in pointers))
-        if key not in self._kept:
-            if torch.cuda.is_current_stream_capturing():
-                raise CaptureError(f"{WHAT}: its first call cannot be captured, run it before")
-            self._kept[key] = (
-                torch.tensor(pointers, dtype=torch.int64, device=device),
-                torch.zeros(self.decoder.number_of_words(), dtype=torch.int64, device=device),
-                torch.tensor([1, 0], dtype=torch.int32, device=device),
-            )
-            torch.cuda.current_stream(device).synchronize()  # graphs go to another
-        return self._kept[key]
-
-    def refusal_on(self, device: torch.device) -> str | None:
-        """Why its kernel cannot be made for a device, or None: it is, now."""
-        try:
-            _loaded(self.decoder, _index(device))
-        except (CaptureError, PackageError) as error:
-            return str(error)
-        return None
-
     def __repr__(self) -> str:
-        return f"Megakernel({self.decoder.layers} layers)"
+        return f"Launch({self.decoder.layers} layers)"
 
 
-def _launch(decoder: Decoder, device: torch.device, step: _Step) -> None:
+class _Kernel(NamedTuple):
+    """On a device: the function, bytes of shared memory that it takes, words that it writes."""
+
+    function: Any
+    shared: int
+    words: int
+
+
+def _launch(kernel: _Kernel, device: torch.device, step: _Step) -> None:
     """One program a multiprocessor, all of them at once, on the current stream.
 
     Raises:
-        CaptureError: the kernel cannot be made, loaded or launched.
-        PackageError: NVRTC is missing.
+        CaptureError: it cannot be launched.
     """
     driver = driver_for(WHAT)
-    function, shared = _loaded(decoder, _index(device))
     config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
     config.gridDimX, config.blockDimX = processors(device), WARPS * 32
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-    config.sharedMemBytes = shared
+    config.sharedMemBytes = kernel.shared
     config.hStream = driver.CUstream(init_value=torch.cuda.current_stream(device).cuda_stream)
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
     value = driver.CUlaunchAttributeValue()
@@ -263,7 +257,8 @@ def _launch(decoder: Decoder, device: torch.device, step: _Step) -> None:
     attribute.value = value
     config.attrs, config.numAttrs = [attribute], 1
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(step))
-    launched = driver.cuLaunchKernelEx(config, function, ctypes.addressof(arguments), 0)
+    with torch.cuda.device(device):
+        launched = driver.cuLaunchKernelEx(config, kernel.function, ctypes.addressof(arguments), 0)
     try:
         checked(driver, launched, "cannot launch it")
     except RuntimeError as error:
@@ -277,36 +272,38 @@ def _index(device: torch.device) -> int:
 
 
 @functools.cache
-def _loaded(decoder: Decoder, index: int) -> tuple[Any, int]:
-    """The kernel on that device, and the bytes of shared memory that it takes."""
+def _loaded(decoder: Decoder, index: int) -> _Kernel:
+    """The kernel on that device; its module stays loaded.
+
+    Raises:
+        CaptureError, PackageError: see `compiled`; or it does not fit.
+    """
     driver = driver_for(WHAT)
     device = torch.device("cuda", index)
     capability = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     image = compiled(decoder, processors(device), capability)
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+    def number(name: bytes) -> int:
+        at, size = checked(driver, driver.cuModuleGetGlobal(module, name), "cannot find a number")
+        value = ctypes.c_longlong()
+        read = driver.cuMemcpyDtoH(ctypes.addressof(value), at, size)
+        checked(driver, read, "cannot read a number")
+        return value.value
+
     try:
         with torch.cuda.device(device), relaxed(driver):
             (module,) = checked(driver, driver.cuModuleLoadData(image), "cannot load it")
-            (function,) = checked(
-                driver, driver.cuModuleGetFunction(module, b"megakernel"), "cannot find it"
-            )
-            at, size = checked(
-                driver, driver.cuModuleGetGlobal(module, b"shared_bytes"), "cannot find its memory"
-            )
-            taken = ctypes.c_int()
-            read = driver.cuMemcpyDtoH(ctypes.addressof(taken), at, size)
-            checked(driver, read, "cannot read its memory")
-            if taken.value > shared_bytes(device):
-                raise RuntimeError(
-                    f"it takes {taken.value} bytes of a multiprocessor's {shared_bytes(device)}"
-                )
-            checked(
-                driver, driver.cuFuncSetAttribute(function, attribute, taken.value),
-                "cannot take its memory",
-            )  # fmt: skip
+            found = driver.cuModuleGetFunction(module, b"megakernel")
+            (function,) = checked(driver, found, "cannot find it")
+            kernel = _Kernel(function, number(b"shared_bytes"), number(b"words_of_step"))
+            if kernel.shared > (most := shared_bytes(device)):
+                raise RuntimeError(f"it takes {kernel.shared} bytes of a multiprocessor's {most}")
+            taken = driver.cuFuncSetAttribute(function, attribute, kernel.shared)
+            checked(driver, taken, "cannot take its memory")
     except RuntimeError as error:
         raise CaptureError(f"{WHAT}: {error}") from error
-    return function, taken.value
+    return kernel
 
 
 @functools.cache
@@ -327,21 +324,19 @@ def compiled(decoder: Decoder, programs: int, capability: str) -> bytes:
         raise PackageError(
             f"{WHAT} needs NVRTC: pip install cuda-bindings nvidia-cuda-nvrtc ({error})"
         ) from error
-    options = [
-        f"--gpu-architecture={capability}",
-        "--std=c++20",
-        "-default-device",
-        *macros(decoder, programs),
-    ]
-    (code,) = nvrtc.nvrtcCompileProgram(made, len(options), [x.encode() for x in options])
-    if int(code):
-        log = bytearray(nvrtc.nvrtcGetProgramLogSize(made)[1])
-        nvrtc.nvrtcGetProgramLog(made, log)
-        said = log.decode(errors="replace").strip("\0 \n")
-        raise CaptureError(f"{WHAT}: NVRTC does not compile it: {said}")
-    image = bytearray(nvrtc.nvrtcGetCUBINSize(made)[1])
-    nvrtc.nvrtcGetCUBIN(made, image)
-    nvrtc.nvrtcDestroyProgram(made)
+    options = [f"--gpu-architecture={capability}", "--std=c++20", "-default-device",
+               *macros(decoder, programs)]  # fmt: skip
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(made, len(options), [x.encode() for x in options])
+        if int(status):
+            log = bytearray(nvrtc.nvrtcGetProgramLogSize(made)[1])
+            nvrtc.nvrtcGetProgramLog(made, log)
+            said = log.decode(errors="replace").strip("\0 \n")
+            raise CaptureError(f"{WHAT}: NVRTC does not compile it: {said}")
+        image = bytearray(nvrtc.nvrtcGetCUBINSize(made)[1])
+        nvrtc.nvrtcGetCUBIN(made, image)
+    finally:
+        nvrtc.nvrtcDestroyProgram(made)
     return bytes(image)
 
 

@@ -45,11 +45,12 @@ struct Shared {
   Layer layers[LAYERS];
   float residual[larger(Out::ROWS, Down::ROWS)];  // of this program's rows
 };
-extern "C" __device__ int shared_bytes = sizeof(Shared);
+extern "C" __device__ long long shared_bytes = sizeof(Shared);
 
 // words of a layer: q, k and v; each split's outputs and their weights; sums and the gate
 constexpr size_t QKV = Qkv::GROUPS * 4, SPLIT = HEADS * HEAD / 2, SUM = WIDTH / 2, GATE = MLP / 2;
 constexpr size_t OF_LAYER = QKV + MOST_SPLITS * (SPLIT + HEADS) + 2 * SUM + GATE;
+extern "C" __device__ long long words_of_step = LAYERS * OF_LAYER;
 
 // What a program has of a step's attention.
 struct Attention {

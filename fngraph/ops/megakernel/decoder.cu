@@ -20,7 +20,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int i = thread; i < LAYERS * (int)(sizeof(Layer) / 8); i += THREADS)
     ((u64*)m.layers)[i] = ((const u64*)a.layers)[i];
   __syncthreads();
-  if (thread == 0) atomicAdd(a.number + 1, 1);  // it knows the number of the step
+  if (thread == 0) {  // it knows the number of the step
+    __threadfence();
+    atomicAdd(a.number + 1, 1);
+  }
 
   // norms are small, and would be asked for too late: they wait in the second-level cache
   constexpr int LINES = WIDTH / 64;
@@ -210,6 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     volatile u32* number = a.number;
     for (u32 looks = 0; number[1] != PROGRAMS;)
       if (++looks > PATIENCE) __trap();
+    __threadfence();
     number[1] = 0;
     number[0] = step + 1 ? step + 1 : 1;  // 0 is what words begin with
   }

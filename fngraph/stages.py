@@ -283,10 +283,9 @@ class Lowered:
                     of_piece[id(piece)] = made
                     compiled.append(made)
         if isinstance(layers := self.one_launch, Layers):
-            for name, piece in zip(
-                ("piece of one token", "last piece of one token"), layers.around.beside
-            ):
+            for i, piece in enumerate(layers.around.beside):
                 if self.level != "none" and isinstance(plan := plan_of(piece.gm), Plan):
+                    name = f"piece {i} of one token"
                     of_piece[id(piece)] = self._compiled(name, piece, plan, of_one=True)
         for call in self.inner.values():
             call.check_shipped()

@@ -78,6 +78,11 @@ def batch_of(length: int, device: str = "cpu", slot: int | None = None, token: i
     return dataclasses.replace(batch, **moved)
 
 
+def trees_map(fn: Any, tree: Any) -> Any:
+    leaves, treedef = fg.core.trees.flatten(tree)
+    return fg.core.trees.unflatten(treedef, [fn(x) for x in leaves])
+
+
 def greedy(forward: Any) -> Any:
     """With something behind the head."""
 
@@ -93,8 +98,13 @@ def graphified(family: Any, **options: Any) -> Any:
     return fg.graphify(greedy(family.forward), donate="cache", stage="batch", **options)
 
 
-def traced(family: Any, config: Any, forward: Any = None, **options: Any) -> Any:
+def traced(
+    family: Any, config: Any, forward: Any = None, dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> Any:  # fmt: skip
     params, cache = params_of(family, config, "cpu"), cache_of(config, "cpu")
+    if dtype != torch.bfloat16:
+        params, cache = trees_map(lambda x: x.to(dtype), (params, cache))
     options = {"passes": "all", **options}
     fast = fg.graphify(forward or greedy(family.forward), donate="cache", stage="batch", **options)
     return fast.trace(params, cache, limits=LIMITS), params, cache
@@ -129,11 +139,22 @@ def test_a_decoder_is_found(name: str, compile_: str) -> None:
     assert len(found.reads) == one_launch.FIRST + 3 * made.in_layer + 2
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_program_around_it_is_forward(name: str) -> None:
-    """With the traced ops in the kernel's place: logits, tokens, the cache, bit for bit."""
+def test_the_program_around_it_is_forward(name: str, shared: bool) -> None:
+    """With the traced ops in the kernel's place: logits, tokens, the cache, bit for bit; also of a
+    value that is read ahead of the layers and behind them."""
     family, config = family_and_config(name)
-    stage, params, cache = traced(family, config)
+    forward = greedy(family.forward)
+    if shared:
+
+        def forward(params: Any, cache: Any, batch: llama.Batch) -> Any:
+            tokens = batch.token_ids + 1
+            batch = dataclasses.replace(batch, token_ids=tokens)
+            logits, cache = family.forward(params, cache, batch)
+            return tokens[batch.logits_indices] + logits.argmax(-1), logits, cache
+
+    stage, params, cache = traced(family, config, forward)
     found = found_in(stage)
     results = [results_of(stage.graph.gm.graph)[i] for i in stage.outputs]
     around = split_around(stage.graph, found.nodes, found.reads, found.logits, results)
@@ -142,7 +163,7 @@ def test_the_program_around_it_is_forward(name: str) -> None:
 
     bare_cache = tuple(tuple(x.clone() for x in kv) for kv in cache)
     batch = batch_of(37)
-    tokens, logits, _ = greedy(family.forward)(params, bare_cache, batch)
+    tokens, logits, _ = forward(params, bare_cache, batch)
     leaves = fg.core.trees.flatten((params, cache, batch))[0]
     inputs = [x for x in leaves if isinstance(x, Tensor)] + list(stage.constants.values())
     fns = [_ran(part.gm) for part in around.parts]
@@ -276,10 +297,10 @@ def test_an_argument_that_is_another(
     assert re.search(why, found), found
 
 
-def of(forward: Any, **options: Any) -> Any:
+def of(forward: Any, config: Any = None, **options: Any) -> Any:
     """What the stages say of a forward over the small llama."""
-    family, config = family_and_config("llama")
-    stage, *_ = traced(family, config, forward, **options)
+    config = config or family_and_config("llama")[1]
+    stage, *_ = traced(llama, config, forward, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one_launch.Decoder, "refusal_on", lambda self, device: None)
         return stage.split().lower().one_launch
@@ -369,6 +390,69 @@ def test_weights_that_are_made_in_the_graph() -> None:
         return logits, cache
 
     assert "is made in the graph" in of(step)
+
+
+def by_layers(change: Any) -> Any:
+    """A llama whose layers are changed within `forward`."""
+
+    def step(params: Any, cache: Any, batch: llama.Batch) -> Any:
+        params = dataclasses.replace(params, layers=change(params.layers))
+        logits, cache = llama.forward(params, cache, batch)
+        return logits, cache
+
+    return step
+
+
+def test_layers_that_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shape, or one several times, whose norms would be asked for once."""
+    one = lambda layers: [dataclasses.replace(x, mlp_norm=layers[0].mlp_norm) for x in layers]  # noqa: E731
+    assert "layers share weights" in of(by_layers(lambda layers: tuple(one(layers))))
+    blank = llama.blank
+
+    def uneven(config: Any) -> Any:
+        params = blank(config)
+        mlp = blank(dataclasses.replace(config, mlp_dim=1536)).layers[1].mlp
+        other = dataclasses.replace(params.layers[1], mlp=mlp)
+        return dataclasses.replace(params, layers=(params.layers[0], other, params.layers[2]))
+
+    monkeypatch.setattr(llama, "blank", uneven)
+    assert "layers are of different shapes" in of(greedy(llama.forward))
+
+
+def test_numbers_that_the_kernel_does_not_read() -> None:
+    """Other dtypes, and angles of a part of each head."""
+    assert "is of torch.float32" in of(greedy(llama.forward), dtype=torch.float32)
+
+    def step(params: Any, cache: Any, batch: llama.Batch) -> Any:
+        return decoder.decode(params, cache, batch, llama.attention, rope_dim=32)
+
+    assert "angles are not half as many" in of(step)
+
+
+def test_a_loop_beside_the_layers() -> None:
+    """It may call primitives, and is a program of its own where pieces are compiled."""
+
+    def step(params: Any, cache: Any, batch: llama.Batch) -> Any:
+        logits, cache = llama.forward(params, cache, batch)
+        return fg.fori_loop(0, 3, lambda i, x: x * 2, logits), logits, cache
+
+    assert "is a primitive or a loop beside the layers" in of(step)
+
+
+def test_processes_that_meet_run_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it can be one launch may differ from one to the next."""
+    monkeypatch.setattr(one_launch, "collectives_of", lambda graph: ("all_reduce",))
+    assert of(greedy(llama.forward)) == "other processes are met"
+
+
+def test_a_product_of_more_than_q_k_and_v(small: Any) -> None:
+    """Whose last columns somebody else would want."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(small.graph.gm.graph, {}))
+    call = next(n for n in graph.nodes if op_name(n) == ATTENTION)
+    part = call.args[2].args[0]  # v's columns
+    part.update_arg(3, part.args[3] - 64)
+    assert "more than q, k and v" in one_launch.decoder_in(graph)
 
 
 def test_options_that_keep_it_away() -> None:

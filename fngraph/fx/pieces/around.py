@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from fngraph.core.program import Instruction, Program, with_drops
-from fngraph.fx.generators import drawn, has_effect
+from fngraph.fx.generators import has_effect
 from fngraph.fx.nodes import is_size, is_tensor, storages_written
 from fngraph.fx.pieces.cuts import Piece, inputs_of_program, live_ops, ops_of, piece_of
 from fngraph.fx.tracing.tracer import Graph
@@ -106,7 +106,7 @@ def _cannot_move(
     for node in (*before, *after):
         if run[-1] < node:
             continue
-        if has_effect(node) or drawn(node) or storages_written([node]):
+        if has_effect(node) or storages_written([node]):
             return f"{node} writes or draws ahead of the last layer's end"
         read = {storage_key(a.meta["val"]) for a in node.all_input_nodes if is_tensor(a)}
         if read & written and (run[0] < node or node in after):

@@ -36,12 +36,15 @@ _LINEAR = torch.ops.fngraph.fused_linear.default
 _PAIR = torch.ops.fngraph.paired_linears.default
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Layers:
     """A decoder in a traced graph, and the program around it."""
 
     decoder: Decoder
     around: Around
+
+    def __repr__(self) -> str:
+        return f"Layers({self.decoder.layers} layers and the head, in one launch)"
 
 
 def find_layers(graph: Graph, outputs: Sequence[int]) -> Layers | str:

@@ -332,7 +332,9 @@ def _behind(params: Any, batch: Any) -> Any:
 
 def test_what_goes_ahead_and_behind_by_its_order() -> None:
     """No effects may change places with others; what has none may."""
-    assert isinstance(of(layers_by(_behind)), one_launch.Layers)
+    found = of(layers_by(_behind))
+    assert isinstance(found, one_launch.Layers)
+    assert repr(found) == "Layers(3 layers and the head, in one launch)"
     assert "writes or draws ahead" in of(layers_by(_written))
     generator = torch.Generator()
 

@@ -67,7 +67,7 @@ def find_layers(graph: Graph, outputs: Sequence[int]) -> Layers | str:
     )
     if isinstance(around, str):
         return around
-    for piece in around.beside:
+    for piece in (*around.ahead, *around.behind):
         calls = [n for n in piece.gm.graph.nodes if op_name(n) in PRIMITIVES or is_loop(n)]
         if calls:
             return f"{calls[0]} is a primitive or a loop beside the layers"
@@ -79,15 +79,14 @@ class OneLaunch:
     """A program with its callables, for a key of one token and one request.
 
     Attributes:
-        fns: one an instruction, `fn(sizes, host, *tensors) -> tensors`; but for the decoder's own,
-            which is made for each capture.
-        at: the decoder's instruction.
+        ahead, behind: the callables, `fn(sizes, host, *tensors) -> tensors`, of the instructions
+            around the decoder's, whose own is made for each capture.
     """
 
     decoder: Decoder
     program: Program
-    fns: tuple[InstructionFn, ...]
-    at: int
+    ahead: tuple[InstructionFn, ...]
+    behind: tuple[InstructionFn, ...]
 
     def over(self, inputs: Sequence[torch.Tensor]) -> tuple[InstructionFn, ...]:
         """All callables, with a launch over these inputs, for which memory is taken and the kernel
@@ -96,11 +95,10 @@ class OneLaunch:
         Raises:
             CaptureError, PackageError: see `Launch`.
         """
-        reads = self.program.instructions[self.at].reads
+        reads = self.program.instructions[len(self.ahead)].reads
         norm = inputs[reads[FIRST]]  # in the place of what is not there yet
         tensors = [inputs[i] if i < self.program.num_inputs else norm for i in reads]
-        launch = Launch(self.decoder, tensors)
-        return (*self.fns[: self.at], launch, *self.fns[self.at + 1 :])
+        return (*self.ahead, Launch(self.decoder, tensors), *self.behind)
 
     def __repr__(self) -> str:
         return f"OneLaunch({self.decoder.layers} layers and the head)"

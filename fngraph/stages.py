@@ -279,14 +279,18 @@ class Lowered:
             for name in plans:
                 piece, plan = self._plans[name]
                 if isinstance(plan, Plan):
-                    made = before.get(piece.key) or self._compiled(name, piece, plan)
+                    exact = options.compile_sizes
+                    made = before.get(piece.key) or self._compiled(
+                        name, piece, plan, self.limits, exact, self._sizes
+                    )
                     of_piece[id(piece)] = made
                     compiled.append(made)
         if isinstance(layers := self.one_launch, Layers):
-            for i, piece in enumerate(layers.around.beside):
+            for i, piece in enumerate((*layers.around.ahead, *layers.around.behind)):
                 if self.level != "none" and isinstance(plan := plan_of(piece.gm), Plan):
                     name = f"piece {i} of one token"
-                    of_piece[id(piece)] = self._compiled(name, piece, plan, of_one=True)
+                    one = Limits(1, 1, **self.limits.dims)
+                    of_piece[id(piece)] = self._compiled(name, piece, plan, one, (), [(1, 1)])
         for call in self.inner.values():
             call.check_shipped()
         functions = self.split.functions if self.level != "none" else {}
@@ -301,8 +305,8 @@ class Lowered:
         one_launch = None
         if isinstance(layers, Layers):
             around = layers.around
-            ran = tuple(callables.of(part) for part in around.parts)
-            one_launch = OneLaunch(layers.decoder, around.program, ran, around.at)
+            ahead, behind = (tuple(map(callables.of, x)) for x in (around.ahead, around.behind))
+            one_launch = OneLaunch(layers.decoder, around.program, ahead, behind)
         made_of = self.executable(tuple(fns), tuple(compiled), one_launch)
         passes = tuple(one.counted() for one in self.split.traced.passes)
         return Compiled(made_of, options, tuple(self.split.distinct), passes)
@@ -325,23 +329,26 @@ class Lowered:
             return "attention has a backend that was asked for"
         return find_layers(traced.graph, traced.outputs)
 
-    def _compiled(self, name: str, piece: Piece, plan: Plan, of_one: bool = False) -> CompiledPiece:
-        """A piece compiled for every key, and for the extremes of what runs without one; or for one
-        token of one request."""
-        limits = Limits(1, 1, **self.limits.dims) if of_one else self.limits
-        within, letters = whole(limits), self.split.traced.graph.letters
+    @functools.cached_property
+    def _sizes(self) -> list[tuple[int, int]]:
+        """(T, R) of every key, and of the extremes of what runs without one."""
+        keys = [sizes_of(key, self.limits) for _, key in self.table]
+        within = whole(self.limits)
+        most_tokens, most_reqs = within.tokens.high, within.reqs.high
+        corners = [(1, 1), (most_tokens, 1), (most_tokens, min(most_tokens, most_reqs))]
+        return list(dict.fromkeys([(at["T"], at["R"]) for at in keys] + corners))
+
+    def _compiled(
+        self, name: str, piece: Piece, plan: Plan, limits: Limits, exact: Iterable[int],
+        sizes: Iterable[tuple[int, int]],
+    ) -> CompiledPiece:  # fmt: skip
+        """A piece compiled for what comes within `limits`, and ahead as `compile_ahead` says."""
+        letters = self.split.traced.graph.letters
         disk = disk_of(os.environ) if self.split.traced.options.cache else None
         passes = [one.key for one in self.split.traced.options.passes_in_order]
         source = Source(name, piece.key, plan, letters, passes, disk)
-        made = CompiledPiece(source, within, self.level)
-        if of_one:
-            made.compile_ahead((), [(1, 1)])
-            return made
-        keys = [sizes_of(key, self.limits) for _, key in self.table]
-        most_tokens, most_reqs = within.tokens.high, within.reqs.high
-        corners = [(1, 1), (most_tokens, 1), (most_tokens, min(most_tokens, most_reqs))]
-        sizes = dict.fromkeys([(at["T"], at["R"]) for at in keys] + corners)
-        made.compile_ahead(self.split.traced.options.compile_sizes, sizes)
+        made = CompiledPiece(source, whole(limits), self.level)
+        made.compile_ahead(exact, sizes)
         return made
 
     def executable(

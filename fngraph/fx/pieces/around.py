@@ -24,23 +24,15 @@ class Around:
     """A program around a run of ops.
 
     Attributes:
-        at: the number of its instruction.
-        parts: a piece for each instruction, `run` for its own.
+        ahead: the piece of the instruction ahead of the run's, if there is one.
+        run: the ops that the callable stands for, of (T, R, *reads).
+        behind: as `ahead`, of the one behind it.
     """
 
     program: Program
-    parts: tuple[Piece, ...]
-    at: int
-
-    @property
-    def run(self) -> Piece:
-        """The ops that the callable stands for."""
-        return self.parts[self.at]
-
-    @property
-    def beside(self) -> list[Piece]:
-        """What goes ahead of it, and behind it."""
-        return [part for part in self.parts if part is not self.run]
+    ahead: tuple[Piece, ...]
+    run: fx.Graph
+    behind: tuple[Piece, ...]
 
 
 def split_around(
@@ -55,16 +47,16 @@ def split_around(
         result: what others read of them.
     """
     inside, ops = set(run), live_ops(graph.gm, outputs)
-    ahead = _needed([a for n in run for a in n.all_input_nodes if a not in inside])
-    before = [n for n in ops if n in ahead]
-    after = [n for n in ops if n not in inside and n not in ahead]
+    sources = _needed([a for n in run for a in n.all_input_nodes if a not in inside])
+    before = [n for n in ops if n in sources]
+    after = [n for n in ops if n not in inside and n not in sources]
     if why := _cannot_move(run, before, after):
         return why
     inputs = inputs_of_program(graph.gm)
     numbers = {node: i for i, node in enumerate(inputs)}  # of the program's values
     later = {*outputs, *(a for n in (*run, *after) for a in n.all_input_nodes)}
     instructions: list[Instruction] = []
-    parts: list[Piece] = []
+    graphs: dict[str, fx.Graph] = {}
     for name, nodes, needed, first in (
         ("piece 0", before, later, ()), ("run 0", run, {result}, reads),
         ("piece 1", after, {*outputs}, ()),
@@ -72,14 +64,15 @@ def split_around(
         if not nodes:
             continue
         writes = [n for n in nodes if n in needed]
-        made, taken = ops_of(graph, nodes, writes, first)
+        graphs[name], taken = ops_of(graph, nodes, writes, first)
         for node in writes:
             numbers[node] = len(numbers)
         of = tuple(numbers[n] for n in taken), tuple(numbers[n] for n in writes)
-        instructions.append(Instruction(name, False, len(parts), *of))
-        parts.append(piece_of(graph, made))
+        instructions.append(Instruction(name, False, len(instructions), *of))
     program = Program(len(inputs), tuple(instructions), tuple(numbers[n] for n in outputs))
-    return Around(with_drops(program), tuple(parts), int(bool(before)))
+    ahead = (piece_of(graph, graphs["piece 0"]),) if before else ()
+    behind = (piece_of(graph, graphs["piece 1"]),) if after else ()
+    return Around(with_drops(program), ahead, graphs["run 0"], behind)
 
 
 def _needed(nodes: Sequence[fx.Node]) -> set[fx.Node]:
@@ -106,7 +99,7 @@ def _cannot_move(
     for node in (*before, *after):
         if run[-1] < node:
             continue
-        if has_effect(node) or storages_written([node]):
+        if has_effect(node):
             return f"{node} writes or draws ahead of the last layer's end"
         read = {storage_key(a.meta["val"]) for a in node.all_input_nodes if is_tensor(a)}
         if read & written and (run[0] < node or node in after):

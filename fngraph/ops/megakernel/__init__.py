@@ -83,10 +83,9 @@ class Decoder(NamedTuple):
         for columns, whose in inputs.items():
             if columns % (64 * WARPS):
                 return f"{columns} columns of {whose} are no multiple of {64 * WARPS}"
-        for columns in inputs:  # rows that are too long for the ring are read by parts
-            loads = columns // (32 * WARPS)
+            loads = columns // (32 * WARPS)  # of a row: more than the ring are read by parts
             if loads > RING and not any(loads % n == 0 for n in range(8, RING + 1, 2)):
-                return f"{columns} columns of {inputs[columns]} have no parts of 8 to {RING} loads"
+                return f"{columns} columns of {whose} have no parts of 8 to {RING} loads"
         if any(n % 8 for n in rows):
             return f"one of {rows} rows is no multiple of 8"
         if self.width > 32 * RING * WARPS:
@@ -138,7 +137,10 @@ def parted(decoder: Decoder, tensors: Sequence[Tensor]) -> Operands:
     """
     in_qkv, in_gate, in_head = decoder.weights
     left = iter(tensors)
-    take = lambda n: [next(left) for _ in range(n)]  # noqa: E731
+
+    def take(n: int) -> list[Tensor]:
+        return [next(left) for _ in range(n)]
+
     step = tuple(take(FIRST))
     layers = []
     for i in range(decoder.layers):

@@ -79,11 +79,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (lane == 0) m.squares[side][warp] = squares;
     __syncwarp();
   };
-  auto norm_scale = [&](float eps) {
+  auto norm_scale = [&] {
     float sum = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += m.squares[side][w];
-    return rsqrtf(sum / WIDTH + eps);
+    return rsqrtf(sum / WIDTH + a.eps);
   };
   // each row's number by `f(row of this program)`, two to a word
   auto publish = [&](u64* words, int rows, int groups, auto f) {
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   m.parts[side] + warp * Qkv::ROWS);
     __syncthreads();
     publish(qkv, Qkv::ROWS, Qkv::GROUPS,
-            [&](int i) { return total(m.parts[side], Qkv::ROWS, i) * norm_scale(a.eps); });
+            [&](int i) { return total(m.parts[side], Qkv::ROWS, i) * norm_scale(); });
 
     // attention
     if (attention.attends()) attention.attend(y, qkv, outs, logs);
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                       m.parts[side] + warp * GateUp::ROWS);
     __syncthreads();
     publish(gate, GateUp::MINE * 8, GateUp::GROUPS, [&](int i) {
-      const float by = norm_scale(a.eps);
+      const float by = norm_scale();
       const float* row = m.parts[side] + (i >> 3) * 16 + (i & 7);
       const float g = rounded(total(row, GateUp::ROWS, 0) * by),
                   u = rounded(total(row, GateUp::ROWS, 8) * by);
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     take_normed(before, a.norm);
     Input<STEPS> x(m.input[warp]);
     __syncthreads();
-    const float by = norm_scale(a.eps);
+    const float by = norm_scale();
     float acc[2][2][4] = {}, *parts = m.parts[0];
 #pragma unroll 1
     for (int r = 0; r < ROUNDS; r++) {

@@ -6,7 +6,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-#define PATIENCE (1u << 26)  // looks at a word, some ten seconds, until the launch fails
+#define PATIENCE (1u << 26)  // looks at a word, less than a minute, until the launch fails
 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }

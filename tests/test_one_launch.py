@@ -548,7 +548,7 @@ def test_its_key_has_one_kernel_for_the_layers(ran: Any) -> None:
     assert not any("megakernel" in name for name in kernels(other))
 
 
-LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 255, 500, 1025, 2048, 2049, 2560)
+LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 255, 500, 512, 513, 900, 1025, 2048, 2049, 2560)
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from triton_cases import DEVICE, GPU, RECORDER, UNIFORM, WHERE
 import fngraph as fg
 from fngraph.core import HostBounds
 from fngraph.ops import ATTENTION
+from fngraph.ops.triton import repeating
 from fngraph.ops.triton.repeating import Launch, Launches, Repeated
 from fngraph.testing.cases import NAN, Case, arguments, case
 
@@ -119,7 +120,7 @@ def test_launches_are_made_on_their_own_device(monkeypatch: pytest.MonkeyPatch):
         yield
         current[0] = before
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(repeating, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", device)
     launches = Launches()
     launches._device = 1
@@ -128,6 +129,27 @@ def test_launches_are_made_on_their_own_device(monkeypatch: pytest.MonkeyPatch):
     current[0] = 1
     launches.again()
     assert seen == [1, 1] and current == [1]
+
+
+def test_addresses_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(repeating, "current_device", lambda: 0)
+    asked, empty, seen = [], torch.empty, []
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, **k: (asked.append(empty(*a, **k)), asked[-1])[1]
+    )
+    x, y = torch.zeros(16), torch.zeros(16)
+    with Launches([x]) as made:
+        one, two = x.new_empty(75), x.new_empty(10)
+        made.add(lambda *given: seen.append(given), [x[4:], one, two[3:], 7])
+    made.close()
+    made._device = 0  # as if they were on a GPU: launched by address
+    asked.clear()  # else their memory is held
+    for z in (x, x, y, y, x):
+        made.again([z])
+        room = asked[-1]
+        assert seen.pop() == (z.data_ptr() + 16, room.data_ptr(), room.data_ptr() + 512 + 12, 7)
+        assert room.nbytes == 1024 and not seen
+    assert len(asked) == 5 and made.whole
 
 
 @pytest.mark.sampled(2)

@@ -6,6 +6,10 @@
 #define SHARE (HEADS / KV_HEADS)  // query heads of a kv head
 #define KEYS 16                   // of a warp at a time
 #define MOST_SPLITS 16            // programs that share a kv head's keys
+// Up to as many whoever reads their outputs merges them; of more each merges a share, which is a
+// wait more, and less to read. Of 4 splits a 0.6B takes 0.598 ms by the one, 0.581 by the other; a
+// 1B 0.721 and 0.732, an 8B 3.83 and 3.87. Of 16: 0.859 and 0.697; 0.852 and 0.777; 4.22 and 3.89.
+#define DIRECT (WIDTH <= 1024 ? 2 : 4)
 
 struct Layer {
   const u16 *norm, *qkv, *q_norm, *k_norm, *out, *mlp_norm, *gate_up, *down;
@@ -47,9 +51,10 @@ struct Shared {
 };
 extern "C" __device__ long long shared_bytes = sizeof(Shared);
 
-// words of a layer: q, k and v; each split's outputs and their weights; sums and the gate
+// words of a layer: q, k and v; each split's outputs and their weights, and the outputs of more
+// than DIRECT merged; sums and the gate
 constexpr size_t QKV = Qkv::GROUPS * 4, SPLIT = HEADS * HEAD / 2, SUM = WIDTH / 2, GATE = MLP / 2;
-constexpr size_t OF_LAYER = QKV + MOST_SPLITS * (SPLIT + HEADS) + 2 * SUM + GATE;
+constexpr size_t OF_LAYER = QKV + MOST_SPLITS * (SPLIT + HEADS) + SPLIT + 2 * SUM + GATE;
 extern "C" __device__ long long words_of_step = LAYERS * OF_LAYER;
 
 // What a program has of a step's attention.
@@ -243,11 +248,45 @@ struct Attention {
       put(outs + split() * SPLIT + (of * HEAD + d) / 2, pack(o0 * by, o1 * by), step);
       if (d == 0) put(logs + split() * HEADS + of, __float_as_uint(top + log2f(all)), step);
     }
+    if (splits > DIRECT) merge(outs, logs, logs + MOST_SPLITS * HEADS);
+  }
+
+  // This split's share of its kv head's outputs, of all splits: a lane reads a word of one of them.
+  __device__ __forceinline__ void merge(const u64* outs, const u64* logs, u64* merged) {
+    constexpr int HALF = HEAD / 2, ALL = SHARE * HALF, AT_ONCE = 32 / MOST_SPLITS;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, s = lane % MOST_SPLITS;
+    const int each = (ALL + splits - 1) / splits, end = min((split() + 1) * each, ALL);
+    for (int at = split() * each + warp * AT_ONCE; at < end; at += WARPS * AT_ONCE) {
+      const int word = at + lane / MOST_SPLITS, of = kv_head() * SHARE + word / HALF,
+                of_split = kv_head() * ALL + word;
+      const bool in = word < end && s < splits;
+      u64 x = in ? 0 : (u64)step << 32, log = x;
+      for (u32 looks = 0; !is_of(x, step) || !is_of(log, step);) {
+        if (++looks > PATIENCE) __trap();
+        x = look(outs + s * SPLIT + of_split), log = look(logs + s * HEADS + of);
+      }
+      const float l = in ? __uint_as_float((u32)log) : -1e30f;
+      float top = l;
+#pragma unroll
+      for (int o = MOST_SPLITS / 2; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+      const float by = in ? exp2f(l - top) : 0.f;
+      float all = by, o0 = by * low((u32)x), o1 = by * high((u32)x);
+#pragma unroll
+      for (int o = MOST_SPLITS / 2; o; o >>= 1) {
+        all += __shfl_xor_sync(~0u, all, o);
+        o0 += __shfl_xor_sync(~0u, o0, o), o1 += __shfl_xor_sync(~0u, o1, o);
+      }
+      if (in && s == 0) put(merged + of_split, pack(o0 / all, o1 / all), step);
+    }
   }
 
   // This warp's columns of all heads' outputs, which the splits have together, into its input.
   __device__ __forceinline__ void take_merged(const u64* outs, const u64* logs) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    if (splits > DIRECT) {
+      take<HEADS * HEAD>(logs + MOST_SPLITS * HEADS, m.input[warp], step);
+      return;
+    }
     constexpr int CHUNKS = HEADS * HEAD / WARPS / 4, N = (CHUNKS + 31) / 32, M = N < 2 ? N : 2,
                   E = N == 1 ? 4 : 2;
     for (int n = 0; n < N; n += M) {

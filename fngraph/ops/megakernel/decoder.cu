@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int l = 0; l < LAYERS; l++) {
     const Layer& y = m.layers[l];
     u64 *qkv = a.words + l * OF_LAYER, *outs = qkv + QKV, *logs = outs + MOST_SPLITS * SPLIT;
-    u64 *mid = logs + MOST_SPLITS * HEADS, *gate = mid + SUM, *end = gate + GATE;
+    u64 *mid = logs + MOST_SPLITS * HEADS + SPLIT, *gate = mid + SUM, *end = gate + GATE;
 
     if (attention.attends()) {
       attention.fetch(y, attention.first(), 0);
@@ -154,20 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     from = Qkv::begin(is_last ? a.head : m.layers[l + 1].qkv);  // whose first loads are alike
     const int first_room = is_last ? Head::room() : Qkv::room();
     fill<Down, Qkv>(ring, from, first_room);
-    {
-      constexpr int CHUNKS = MLP / WARPS / 4, N = (CHUNKS + 31) / 32, M = N < 8 ? N : 8;
-#pragma unroll
-      for (int n = 0; n < N; n += M) {
-        u64 x[M], z[M];
-        const int have = (CHUNKS - n * 32 - lane + 31) / 32;
-        gather<M>(gate + warp * (MLP / WARPS / 2) + (n * 32 + lane) * 2, 64, have, x, z, step);
-#pragma unroll
-        for (int i = 0; i < M; i++)
-          if (i < have)
-            *(uint2*)&m.input[warp][((n + i) * 32 + lane) * 4] = make_uint2((u32)x[i], (u32)z[i]);
-      }
-      __syncwarp();
-    }
+    take<MLP>(gate, m.input[warp], step);
     run<Down, Qkv>(ring, down_from, from, first_room, m.input[warp],
                    m.parts[side] + warp * Down::ROWS);
     __syncthreads();

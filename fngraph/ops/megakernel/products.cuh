@@ -26,6 +26,24 @@ __host__ __device__ constexpr int slots_of(int of_group, int most) {  // for a p
   return slots;
 }
 
+// This warp's columns of a row of COLUMNS, two a word.
+template <int COLUMNS>
+__device__ __forceinline__ void take(const u64* words, u16* input, u32 step) {
+  constexpr int MINE = COLUMNS / WARPS, CHUNKS = MINE / 4, N = (CHUNKS + 31) / 32,
+                M = N < 8 ? N : 8;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll
+  for (int n = 0; n < N; n += M) {
+    u64 a[M], b[M];
+    const int have = (CHUNKS - n * 32 - lane + 31) / 32;
+    gather<M>(words + warp * (MINE / 2) + (n * 32 + lane) * 2, 64, have, a, b, step);
+#pragma unroll
+    for (int i = 0; i < M; i++)
+      if (i < have) *(uint2*)&input[((n + i) * 32 + lane) * 4] = make_uint2((u32)a[i], (u32)b[i]);
+  }
+  __syncwarp();
+}
+
 // A product by GROUPS groups of 8 rows of COLUMNS numbers; a program's are PROGRAMS apart. Of two
 // matrices that lie one behind the other, a group of the first goes before that of the second. Load
 // V of a warp is 4 rows of 64 columns, 128 bytes side by side for 8 lanes. Long products go round

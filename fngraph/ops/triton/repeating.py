@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from fngraph.core import HostBounds
-from fngraph.torch_facts.names import TorchDispatchMode, count_dispatch_modes
+from fngraph.torch_facts.names import TorchDispatchMode, count_dispatch_modes, current_device
 
 aten = torch.ops.aten
 ROOM = {aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default}
+ROOM_STEP = 512  # bytes: torch's own memory begins at multiples of as many
 MOST_KEYS = 1024  # kinds of calls that a backend keeps; a program that brings more begins again
 
 
@@ -28,7 +29,7 @@ class Place(NamedTuple):
     """An argument in memory that is another each time, and which part of it.
 
     Attributes:
-        source: of the tensors that the call is given, then of its rooms.
+        source: of the tensors that the call is given; the one behind them is its room.
         offset: bytes from where that begins.
     """
 
@@ -60,7 +61,7 @@ class Launches(TorchDispatchMode):
 
     Attributes:
         kept: them, in order.
-        rooms: bytes and device of memory that was asked for meanwhile.
+        room: bytes and device of all memory that was asked for meanwhile; None: there was none.
         whole: whether that is all that happened: no op was called but those that give memory, views
             of it, and the launches; and whether it is known where all of their tensors will be.
     """
@@ -74,20 +75,24 @@ class Launches(TorchDispatchMode):
         """
         super().__init__()
         self.kept: list[Launch] = []
-        self.rooms: list[tuple[int, torch.device]] = []
+        self.room: tuple[int, torch.device] | None = None
         self.whole = True
         self._stay = tensors is None
         self._tensors = list(tensors or ())  # held until `close`
         self._given: dict[int, tuple[int, Tensor]] = {}  # by address; held, or it is given twice
         self._holds: list[Tensor] = []
         self._device: int | None = None  # of what is launched on a GPU
+        # the last call's addresses, and its launches with these filled in
+        self._last: tuple[list[int] | None, list[tuple[Callable[..., Any], list[Any]]]] = None, []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = op(*args, **(kwargs or {}))
         if op in ROOM:
             storage = made.untyped_storage()
-            self._given[storage.data_ptr()] = len(self._tensors) + len(self.rooms), made
-            self.rooms.append((storage.nbytes(), made.device))
+            begin, device = self.room or (0, made.device)
+            self._given[storage.data_ptr()] = begin, made
+            self.room = begin + -(-storage.nbytes() // ROOM_STEP) * ROOM_STEP, device
+            self.whole &= made.device == device
         elif not op.is_view and op is not torch.ops.fngraph.interpret.default:
             self.whole = False
         return made
@@ -117,7 +122,7 @@ class Launches(TorchDispatchMode):
             return None
         begin = x.untyped_storage().data_ptr()
         if begin in self._given:
-            return self._given[begin][0], x.data_ptr() - begin
+            return len(self._tensors), self._given[begin][0] + x.data_ptr() - begin
         near = [(i, x.data_ptr() - y.data_ptr()) for i, y in enumerate(self._tensors)
                 if y.untyped_storage().data_ptr() == begin]  # fmt: skip
         same = [one for one in near if one[1] == 0]
@@ -130,18 +135,35 @@ class Launches(TorchDispatchMode):
 
     def again(self, tensors: Sequence[Tensor] = ()) -> None:
         """Make them once more, over tensors like those given, whatever the current device is."""
-        if self._device is not None and self._device != torch.cuda.current_device():
+        if self._device is not None and self._device != current_device():
             with torch.cuda.device(self._device):
                 return self.again(tensors)
-        rooms = [torch.empty(n, dtype=torch.uint8, device=device) for n, device in self.rooms]
-        sources = [*tensors, *rooms]
-        addresses = None if self._device is None else [x.data_ptr() for x in sources]
-        for run, arguments, places in self.kept:
-            given = arguments.copy()  # another thread may be here too
-            for place in places:
-                i, source, offset, *_ = place
-                given[i] = addresses[source] + offset if addresses else place.of(sources[source])
+        sources = [*tensors]
+        if self.room is not None:
+            size, device = self.room
+            sources.append(torch.empty(size, dtype=torch.uint8, device=device))
+        if self._device is None:
+            for run, arguments, places in self.kept:
+                run(*_filled(arguments, places, [p.of(sources[p.source]) for p in places]))
+            return
+        addresses = [x.data_ptr() for x in sources]
+        before, launches = self._last
+        if addresses != before:  # memory that was free a step ago mostly is again
+            launches = [
+                (run, _filled(arguments, places, [addresses[p.source] + p.offset for p in places]))
+                for run, arguments, places in self.kept
+            ]
+            self._last = addresses, launches  # at once: another thread may be here too
+        for run, given in launches:
             run(*given)
+
+
+def _filled(arguments: list[Any], places: tuple[Place, ...], values: list[Any]) -> list[Any]:
+    """Arguments of a launch with these values in their places."""
+    given = arguments.copy()
+    for place, value in zip(places, values):
+        given[place.argument] = value
+    return given
 
 
 class Repeated:

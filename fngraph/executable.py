@@ -113,8 +113,8 @@ class Executable:
         peers: the processes that its collectives meet; None: it has none.
         divided: index of a leaf that tells a primitive where sequences begin, to the rows that they
             are of.
-        one_launch: what FULL keys of one token and request run in the place of `program`; None:
-            they run that.
+        one_launch: what FULL keys of a few requests, a token each, run in the place of `program`;
+            None: they run that.
     """
 
     args: Arguments
@@ -158,11 +158,11 @@ class Executable:
     ) -> tuple[Program, tuple[InstructionFn, ...]]:
         """What a key runs, over these inputs, with its callables."""
         mode, descriptor = key
-        sizes, one = self.sizes(descriptor), self.one_launch
-        if one is None or mode is not Mode.FULL or sizes["T"] != 1 or sizes["R"] != 1:
+        one = self.one_launch
+        if one is None or mode is not Mode.FULL or not one.serves(descriptor):
             return self.program, self.fns
         try:
-            return one.program, one.over(inputs)
+            return one.program, one.over(inputs, descriptor.num_tokens)
         except (CaptureError, PackageError) as error:
             _warn(
                 f"{mode} {descriptor}: layers run kernel by kernel, and not as one launch: {error}"

@@ -8,8 +8,9 @@ Where linear layers are fused (`fngraph.passes.linears`), a decoder is this:
     x, qkv = paired_linears(act, w_down, h, norm, [w_q, w_k, w_v])         of the next
     logits = fused_linear(fused_linear(act, [w_down], None, h)[indices], [head], norm)
 
-The graph is for any number of tokens, and stays as it is. A FULL key of one token runs a program of
-its own, beside that of all other keys, in which `fngraph.ops.megakernel` stands for these nodes.
+The graph is for any number of tokens, and stays as it is. A FULL key of a few requests that bring a
+token each runs a program of its own, beside that of all other keys, in which
+`fngraph.ops.megakernel` stands for these nodes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fngraph.core import BatchDescriptor
 from fngraph.core.program import Program
 from fngraph.fx.nodes import is_loop, op_name, results_of
 from fngraph.fx.pieces.around import Around, split_around
@@ -29,6 +31,7 @@ from fngraph.fx.tracing.tracer import Graph
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.megakernel import FIRST, Decoder, Launch
 from fngraph.ops.primitives import PRIMITIVES
+from fngraph.ops.triton.launching import processors, shared_bytes
 from fngraph.passes.pattern import dtype_of, is_dense, sizes
 
 aten = torch.ops.aten
@@ -38,13 +41,28 @@ _PAIR = torch.ops.fngraph.paired_linears.default
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Layers:
-    """A decoder in a traced graph, and the program around it."""
+    """A decoder in a traced graph, and the program around it.
+
+    Attributes:
+        most: requests of a key that runs it.
+    """
 
     decoder: Decoder
     around: Around
+    most: int
+
+    def serves(self, descriptor: BatchDescriptor) -> bool:
+        """Whether a FULL key runs it."""
+        return serves(self.most, descriptor)
 
     def __repr__(self) -> str:
         return f"Layers({self.decoder.layers} layers and the head, in one launch)"
+
+
+def serves(most: int, descriptor: BatchDescriptor) -> bool:
+    """Whether a FULL key is of `most` requests or less that bring a token each."""
+    tokens, reqs, query_len, *_ = descriptor
+    return tokens == 1 or (tokens <= most and reqs == tokens and query_len == 1)
 
 
 def find_layers(graph: Graph, outputs: Sequence[int]) -> Layers | str:
@@ -56,7 +74,7 @@ def find_layers(graph: Graph, outputs: Sequence[int]) -> Layers | str:
     found = decoder_in(graph.gm.graph)
     if not isinstance(found, Found):
         return found
-    weights: torch.Tensor = found.reads[-1].meta["val"]
+    weights: torch.Tensor = found.reads[FIRST].meta["val"]
     if why := found.decoder.refusal_on(weights.device):
         return why
     if collectives_of(graph.gm.graph):  # all processes must run one program for a key
@@ -71,26 +89,35 @@ def find_layers(graph: Graph, outputs: Sequence[int]) -> Layers | str:
         calls = [n for n in piece.gm.graph.nodes if op_name(n) in PRIMITIVES or is_loop(n)]
         if calls:
             return f"{calls[0]} is a primitive or a loop beside the layers"
-    return Layers(found.decoder, around)
+    device = weights.device
+    return Layers(
+        found.decoder, around, found.decoder.most_tokens(processors(device), shared_bytes(device))
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OneLaunch:
-    """A program with its callables, for a key of one token and one request.
+    """A program with its callables, for keys of a few requests that bring a token each.
 
     Attributes:
+        most: requests of such a key.
         ahead, behind: the callables, `fn(sizes, host, *tensors) -> tensors`, of the instructions
             around the decoder's, whose own is made for each capture.
     """
 
     decoder: Decoder
+    most: int
     program: Program
     ahead: tuple[InstructionFn, ...]
     behind: tuple[InstructionFn, ...]
 
-    def over(self, inputs: Sequence[torch.Tensor]) -> tuple[InstructionFn, ...]:
-        """All callables, with a launch over these inputs, for which memory is taken and the kernel
-        compiled now.
+    def serves(self, descriptor: BatchDescriptor) -> bool:
+        """Whether a FULL key runs it."""
+        return serves(self.most, descriptor)
+
+    def over(self, inputs: Sequence[torch.Tensor], tokens: int) -> tuple[InstructionFn, ...]:
+        """All callables, with a launch of so many tokens over these inputs, for which memory is
+        taken and the kernel compiled now.
 
         Raises:
             CaptureError, PackageError: see `Launch`.
@@ -98,7 +125,8 @@ class OneLaunch:
         reads = self.program.instructions[len(self.ahead)].reads
         norm = inputs[reads[FIRST]]  # in the place of what is not there yet
         tensors = [inputs[i] if i < self.program.num_inputs else norm for i in reads]
-        return (*self.ahead, Launch(self.decoder, tensors), *self.behind)
+        decoder = self.decoder._replace(tokens=tokens)
+        return (*self.ahead, Launch(decoder, tensors), *self.behind)
 
     def __repr__(self) -> str:
         return f"OneLaunch({self.decoder.layers} layers and the head)"
@@ -177,15 +205,15 @@ class _Walk:
             if i + 1 < len(calls):
                 given = self._next(behind, f"layer {i}")
                 x, qkv = self._results(behind)
-        logits, last = self._head(behind)
+        logits, last, chosen = self._head(behind)
         if len(self.epsilons) > 1:
             raise _UnlikeError(f"norms have {sorted(self.epsilons)} for eps")
         meta = ("cos", "sin", "slot_mapping", "seq_lens", "query_start_loc", "block_tables")
         step = [begin, *(first[name] for name in meta)]
         reads = [*step, *(node for layer in layers for node in layer), last["norm"],
-                 *last["weights"]]  # fmt: skip
+                 *last["weights"], *chosen]  # fmt: skip
         many = tuple(len(one["weights"]) for one in (given, gate, last))
-        decoder = self._decoder(first, layers, last["weights"], many)
+        decoder = self._decoder(first, layers, last["weights"], many)._replace(chosen=bool(chosen))
         self._check(reads, layers, logits, decoder)
         nodes = tuple(n for n in self.graph.nodes if n in self.inside)
         return Found(decoder, tuple(reads), nodes, logits)
@@ -256,19 +284,22 @@ class _Walk:
         self.inside.update((pair, *found.values()))
         return found[0], found[1]
 
-    def _head(self, node: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
-        """Logits, and the arguments of their product, which a norm goes ahead of."""
+    def _head(self, node: fx.Node) -> tuple[fx.Node, dict[str, Any], list[fx.Node]]:
+        """Logits; the arguments of their product, which a norm goes ahead of; and by what their
+        rows are chosen, if they are."""
         given = _arguments(node)
         if node.target is _PAIR or given["norm"] is not None or given["gated"]:
             raise _UnlikeError("behind the last layer there is no product and sum")
         self.inside.add(node)
         rows = self._reader(node, aten.index.Tensor, _LINEAR)
-        if rows.target is aten.index.Tensor:  # of one token there is one row to choose
-            if len(rows.args[1]) != 1:  # type: ignore[arg-type]
-                raise _UnlikeError("rows of logits are chosen in another way")
+        chosen: list[Any] = []
+        if rows.target is aten.index.Tensor:
+            chosen = list(rows.args[1])  # type: ignore[arg-type]
+            if len(chosen) != 1 or chosen[0] is None or dtype_of(chosen[0]) != torch.int64:
+                raise _UnlikeError("rows of logits are chosen in another way than by int64 numbers")
             self.inside.add(rows)
             rows = self._reader(rows, _LINEAR)
-        return rows, self._normed(rows)
+        return rows, self._normed(rows), chosen
 
     def _reader(self, node: fx.Node, *targets: Any) -> fx.Node:
         """The only reader of a kind."""
@@ -318,7 +349,8 @@ class _Walk:
         """Raise unless layers are alike, of the kernel's kinds, and nobody reads within."""
         if len({tuple(sizes(node) for node in layer) for layer in layers}) > 1:
             raise _UnlikeError("layers are of different shapes")
-        for node, wanted in zip(reads, (*_STEP, *[torch.bfloat16] * len(reads))):
+        weights = reads[: len(reads) - decoder.chosen]
+        for node, wanted in zip(weights, (*_STEP, *[torch.bfloat16] * len(reads))):
             if dtype_of(node) != wanted:
                 raise _UnlikeError(f"{node} is of {dtype_of(node)}, and the kernel reads {wanted}")
         if sizes(reads[1])[-1] * 2 != decoder.head_dim:
@@ -337,9 +369,9 @@ class _Walk:
         for node in self.inside - {logits}:
             if strangers := [n for n in node.users if n not in self.inside]:
                 raise _UnlikeError(f"{node} is read by {strangers[0]} too")
-        if made := [n for n in reads[_MADE:] if n.op not in ("placeholder", "get_attr")]:
+        if made := [n for n in weights[_MADE:] if n.op not in ("placeholder", "get_attr")]:
             raise _UnlikeError(f"{made[0]} is made in the graph, and should be a leaf")
-        if late := [n for n in reads[:_MADE] if n in self.inside]:
+        if late := [n for n in (*reads[:_MADE], reads[-1]) if n in self.inside]:
             raise _UnlikeError(f"{late[0]} is made within the layers")
 
 

@@ -185,7 +185,10 @@ class Compiled:
             ]
             parts.append(table(["mode", "key", "compiled", "sizes"], uses))
         if self.executable.one_launch is not None:
-            parts.append(f"FULL keys of one token and request: {self.executable.one_launch!r}")
+            one_launch = self.executable.one_launch
+            parts.append(
+                f"FULL keys of {one_launch.most} requests at most, a token each: {one_launch!r}"
+            )
         return "\n\n".join(parts)
 
     def __repr__(self) -> str:
@@ -288,9 +291,11 @@ class Lowered:
         if isinstance(layers := self.one_launch, Layers):
             for i, piece in enumerate((*layers.around.ahead, *layers.around.behind)):
                 if self.level != "none" and isinstance(plan := plan_of(piece.gm), Plan):
-                    name = f"piece {i} of one token"
-                    one = Limits(1, 1, **self.limits.dims)
-                    of_piece[id(piece)] = self._compiled(name, piece, plan, one, (), [(1, 1)])
+                    name = f"piece {i} of one launch"
+                    few = Limits(layers.most, layers.most, **self.limits.dims)
+                    sizes = [(key.num_tokens, key.num_tokens) for mode, key in self.table
+                             if mode is Mode.FULL and layers.serves(key)]  # fmt: skip
+                    of_piece[id(piece)] = self._compiled(name, piece, plan, few, (), sizes)
         for call in self.inner.values():
             call.check_shipped()
         functions = self.split.functions if self.level != "none" else {}
@@ -306,7 +311,7 @@ class Lowered:
         if isinstance(layers, Layers):
             around = layers.around
             ahead, behind = (tuple(map(callables.of, x)) for x in (around.ahead, around.behind))
-            one_launch = OneLaunch(layers.decoder, around.program, ahead, behind)
+            one_launch = OneLaunch(layers.decoder, layers.most, around.program, ahead, behind)
         made_of = self.executable(tuple(fns), tuple(compiled), one_launch)
         passes = tuple(one.counted() for one in self.split.traced.passes)
         return Compiled(made_of, options, tuple(self.split.distinct), passes)
@@ -318,8 +323,8 @@ class Lowered:
 
     @functools.cached_property
     def one_launch(self) -> Layers | str:
-        """The layers that FULL keys of one token and request run as one launch; or why they run
-        kernel by kernel."""
+        """The layers that FULL keys of a few requests, a token each, run as one launch; or why they
+        run kernel by kernel."""
         traced, modes = self.split.traced, self.table.modes
         if not traced.options.megakernel:
             return "megakernel=False"

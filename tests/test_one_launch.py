@@ -19,11 +19,12 @@ from fngraph.fx.pieces.code import direct
 from fngraph.models.families import decoder, gemma3, llama, qwen2, qwen3
 from fngraph.models.families.rope import rotation
 from fngraph.models.weights import naming
+from fngraph.ops.megakernel import _loaded
 
 SMALL: Any = {"vocab_size": 5000, "num_layers": 3, "num_heads": 8, "num_kv_heads": 2, "dim": 512,
               "mlp_dim": 1024}  # fmt: skip
 BLOCK, BLOCKS = 16, 160
-LIMITS = fg.Limits(8, 2, B=BLOCKS)
+LIMITS = fg.Limits(8, 4, B=BLOCKS)
 
 
 def family_and_config(name: str) -> tuple[Any, Any]:
@@ -75,6 +76,28 @@ def batch_of(length: int, device: str = "cpu", slot: int | None = None, token: i
         logits_indices=torch.tensor([0]), spec=fg.BatchSpec(1, 1, query_len=1),
     )  # fmt: skip
     moved = {n: getattr(batch, n).to(device) for n in fg.core.buffers_of(type(batch))}
+    return dataclasses.replace(batch, **moved)
+
+
+def batch_of_some(lengths: Any, device: str, rows: Any = None) -> Any:
+    """One token of each request, the last of so many; each has blocks of its own."""
+    order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(len(lengths))).int()
+    table, slots, taken = torch.zeros(len(lengths), BLOCKS, dtype=torch.int32), [], 0
+    for row, length in zip(table, lengths):
+        own = order[taken : taken + -(-length // BLOCK)]
+        row[: len(own)] = own
+        taken += len(own)
+        slots.append(int(own[-1]) * BLOCK + (length - 1) % BLOCK)
+    assert taken <= BLOCKS
+    n = len(lengths)
+    batch = llama.Batch(
+        token_ids=torch.arange(n) * 31 + 7, positions=torch.tensor(lengths) - 1,
+        slot_mapping=torch.tensor(slots), seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        query_start_loc=torch.arange(n + 1, dtype=torch.int32), block_tables=table,
+        logits_indices=torch.arange(n) if rows is None else torch.tensor(rows),
+        spec=fg.BatchSpec(n, n, query_len=1),
+    )  # fmt: skip
+    moved = {x: getattr(batch, x).to(device) for x in fg.core.buffers_of(type(batch))}
     return dataclasses.replace(batch, **moved)
 
 
@@ -136,7 +159,8 @@ def test_a_decoder_is_found(name: str, compile_: str) -> None:
     )  # fmt: skip
     assert (made.layers, made.eps) == (3, config.norm_eps)
     assert made.normed == (family is qwen3)
-    assert len(found.reads) == one_launch.FIRST + 3 * made.in_layer + 2
+    assert made.chosen and len(found.reads) == made.operands
+    assert found.reads[-1].name == "logits_indices" or found.reads[-1].op == "placeholder"
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -347,10 +371,16 @@ def test_what_goes_ahead_and_behind_by_its_order() -> None:
 
 
 def test_rows_of_logits_that_are_computed() -> None:
-    """Whichever they are: of one token there is one."""
+    """They are the kernel's last operand, made ahead of it."""
     found = of(layers_by(_behind, lambda batch: batch.query_start_loc[1:].long() - 1))
     assert isinstance(found, one_launch.Layers)
     assert [one.name for one in found.around.program.instructions][:2] == ["piece 0", "run 0"]
+
+
+def test_rows_by_narrow_numbers() -> None:
+    """The kernel reads int64, which `torch.arange` gives."""
+    found = of(layers_by(_behind, lambda batch: batch.query_start_loc[1:] - 1))
+    assert "in another way than by int64 numbers" in found
 
 
 def test_rows_that_are_not_one_a_request() -> None:
@@ -467,32 +497,33 @@ def test_options_that_keep_it_away() -> None:
 
 
 def test_which_keys_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FULL of one token and one request; and none where the kernel cannot be made."""
+    """FULL ones of a few requests, a token each; and none where the kernel cannot be made."""
     family, config = family_and_config("llama")
-    stage, params, cache = traced(family, config, sizes=(1, 2), modes="FULL_AND_PIECEWISE")
+    stage, params, cache = traced(family, config, sizes=(1, 2, 3, 4), modes="FULL_AND_PIECEWISE")
     monkeypatch.setattr(one_launch.Decoder, "refusal_on", lambda self, device: None)
-    executable = stage.split().lower().compile().executable
-    assert executable.one_launch is not None
-    assert "3 layers and the head" in repr(executable.one_launch)
+    monkeypatch.setattr(one_launch.Decoder, "most_tokens", lambda self, programs, memory: 3)
+    compiled = stage.split().lower().compile()
+    assert "FULL keys of 3 requests at most, a token each: OneLaunch(3 layers" in compiled.as_text()
+    executable = compiled.executable
     batch = batch_of(5)
     leaves = fg.core.trees.flatten((params, cache, batch))[0]
     inputs = [x for x in leaves if isinstance(x, Tensor)] + list(stage.constants.values())
-    launches = []
+    launches: list[Any] = []
     monkeypatch.setattr(
         one_launch, "Launch", lambda *given: launches.append(given) or (lambda *rest: ())
     )
-    for (mode, descriptor), one in [
-        (key, key[0] is fg.Mode.FULL and key[1].num_tokens == 1) for key in executable.table
-    ]:
+    ran = []
+    for mode, descriptor in executable.table:
         program, fns = executable.program_of((mode, descriptor), inputs)
-        assert (program is executable.one_launch.program) == one
         assert len(fns) == len(program.instructions)
-    assert len(launches) == sum(
-        key[0] is fg.Mode.FULL and key[1].num_tokens == 1 for key in executable.table
-    )
-    (made, tensors), *_ = launches
-    assert made == executable.one_launch.decoder
-    assert tensors[one_launch.FIRST].data_ptr() == params.layers[0].attn_norm.data_ptr()
+        if program is executable.one_launch.program:
+            ran.append((str(mode), *descriptor[:3]))
+    assert sorted(ran) == [("FULL", 1, 1, 1), ("FULL", 2, 2, 1), ("FULL", 3, 3, 1)]
+    assert sorted(decoder.tokens for decoder, _ in launches) == [1, 2, 3]
+    for made, tensors in launches:
+        assert made == executable.one_launch.decoder._replace(tokens=made.tokens)
+        assert tensors[one_launch.FIRST].data_ptr() == params.layers[0].attn_norm.data_ptr()
+        assert tensors[made.operands - 1].data_ptr() == batch.logits_indices.data_ptr()
 
     def fails(*given: Any) -> Any:
         raise fg.errors.CaptureError("no such kernel")
@@ -500,6 +531,36 @@ def test_which_keys_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_launch, "Launch", fails)
     for key in executable.table:
         assert executable.program_of(key, inputs)[0] is executable.program
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "wanted"),
+    {
+        (1, 1, 1): True, (1, 1, None): True, (4, 4, 1): True, (5, 5, 1): False,
+        (2, 2, None): False, (4, 2, 2): False, (2, 1, 2): False, (4, 2, None): False,
+    }.items(),
+)  # fmt: skip
+def test_keys_of_a_token_each(descriptor: Any, wanted: bool) -> None:
+    """A mixed key may bring two tokens of one request."""
+    assert one_launch.serves(4, fg.BatchDescriptor(*descriptor)) == wanted
+
+
+SHAPES = {
+    "1B": ((2048, 32, 8, 64, 8192, 16, 128256), 4),
+    "0.6B": ((1024, 16, 8, 128, 3072, 28, 151936), 4),
+    "8B": ((4096, 32, 8, 128, 14336, 32, 128256), 2),  # of its own memory more takes too much
+    "wide": ((8192, 64, 8, 64, 8192, 2, 5000), 1),  # columns of a lane
+    "many kv heads": ((1024, 64, 64, 64, 1024, 2, 5000), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_how_many_tokens_fit(name: str) -> None:
+    """On a device of 132 multiprocessors with 227 KiB each."""
+    shape, most = SHAPES[name]
+    made = one_launch.Decoder(*shape, 16, False, 1e-5, 1e-5, 1.0, (1, 1, 1))
+    assert made.most_tokens(132, 227 * 1024) == most
+    assert not made.most_tokens(made.kv_heads - 1, 227 * 1024)
 
 
 def test_a_cpu_has_no_use_for_it() -> None:
@@ -627,6 +688,89 @@ def test_a_request_of_no_tokens(ran: Any) -> None:
     torch.cuda.synchronize()
     for x, old in zip((x for kv in cache for x in kv), before):
         assert torch.equal(x, old)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def few(request: pytest.FixtureRequest) -> Any:
+    """As `ran`, of up to four requests."""
+    family, config = family_and_config(request.param)
+    params = params_of(family, config, "cuda")
+    steps = []
+    for megakernel in (True, False):
+        cache = cache_of(config, "cuda")
+        fast = graphified(family, megakernel=megakernel, sizes=(2, 4)).bind(params)
+        steps.append((fast.capture(cache, LIMITS, progress=False), cache))
+    for n in (2, 4):
+        counts = steps[0][0][fg.BatchDescriptor(n, n, query_len=1)].counts
+        assert any("megakernel" in name for name, _ in counts.names)
+        assert not any("attention" in name or "split" in name for name, _ in counts.names)
+    return steps
+
+
+FEW = ((5, 300), (128, 129), (1, 2300), (2000,), (17, 128, 129, 513), (2000, 1, 1, 1),
+       (300, 16, 700), (640, 640, 640, 640), (1, 1, 1, 1), (30, 1900, 400, 200))  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", FEW, ids=str)
+def test_a_few_requests_are_as_without_it(few: Any, lengths: tuple[int, ...]) -> None:
+    """Of lengths that share the programs evenly or not, and with padding in a key of more."""
+    batch = batch_of_some(lengths, "cuda")
+    results = []
+    for step, cache in few:
+        tokens, logits, _ = step(cache, batch)
+        assert logits.shape[0] == tokens.shape[0] == len(lengths)
+        results.append((logits, [x[batch.slot_mapping // BLOCK, batch.slot_mapping % BLOCK]
+                                 for kv in cache for x in kv]))  # fmt: skip
+    (logits, wrote), (want, kept) = results
+    for got, other in zip(logits, want):
+        close(got, other)
+    for a, b in zip(wrote, kept):
+        close(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "rows", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 2, 2, 2), (-1, -4, 1, -2)], ids=str
+)
+def test_rows_of_logits_as_they_are_asked_for(few: Any, rows: tuple[int, ...]) -> None:
+    """In any order, counted from either end."""
+    batch = batch_of_some((20, 30, 40, 50), "cuda", rows)
+    (got, _), (want, _) = ((step(cache, batch)[1], cache) for step, cache in few)
+    for one, other in zip(got, want):
+        close(one, other)
+
+
+@pytest.mark.gpu
+def test_requests_know_nothing_of_one_another(few: Any) -> None:
+    """A row is the same beside others, and beside what is no number."""
+    (step, cache), _ = few
+    logits = [step(cache, batch_of_some(lengths, "cuda"))[1][0].clone()
+              for lengths in ((50, 30, 30, 30), (50, 100, 7, 1))]  # fmt: skip
+    assert torch.equal(*logits)
+    batch = batch_of_some((50, 30, 30), "cuda")
+    want = step(cache, batch)[1].clone()
+    kept = [x.clone() for kv in cache for x in kv]
+    for kv in cache:
+        for x in kv:
+            x[batch.block_tables[1, 0], 0] = float("nan")
+    got = step(cache, batch)[1].clone()
+    for x, old in zip((x for kv in cache for x in kv), kept):
+        x.copy_(old)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[2], want[2]) and got[1].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_of_a_multiprocessor_is_as_reckoned(name: str, tokens: int) -> None:
+    """By which it is known how many tokens fit."""
+    family, config = family_and_config(name)
+    stage, *_ = traced(family, config)
+    made = found_in(stage).decoder._replace(tokens=tokens)
+    device = torch.device("cuda", 0)
+    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    assert _loaded(made, 0).shared == made.shared(programs)
 
 
 @pytest.mark.gpu

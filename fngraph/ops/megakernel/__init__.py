@@ -1,6 +1,7 @@
-"""All layers of a decoder and its head in one launch, for a step of one token: a megakernel.
+"""All layers of a decoder and its head in one launch, for a token of each of a few requests: a
+megakernel.
 
-A step of one token is a chain of some hundred short kernels, and each begins when the one before
+A step of few tokens is a chain of some hundred short kernels, and each begins when the one before
 has ended: of a 0.6B's layer bytes explain a third of the time. Here programs stay on the device
 for the whole step. There is one a multiprocessor, each has its share of every product's rows, and
 asks for the weights of the next product before the input of that is there, since nothing writes
@@ -8,7 +9,7 @@ them; see `decoder.cu`.
 
     x, cos, sin, slot_mapping, seq_lens, query_start_loc, block_tables,
     norm, qkv, (q_norm, k_norm,) k_cache, v_cache, out, mlp_norm, gate and up, down     a layer
-    norm, head                                                        ->  (1, words) logits
+    norm, head(, chosen)                                        ->  (tokens, words) logits
 
 It rounds to bfloat16 where the ops round that it stands for, but for the norm's scale, which it
 applies to the sums, as `fused_linear` does for few rows. Programs wait for one another, so all of
@@ -37,6 +38,7 @@ from fngraph.torch_facts.driver import checked, driver_for, relaxed
 WHAT = "a decoder in one launch"
 SOURCE = Path(__file__).with_name("decoder.cu")  # includes the *.cuh beside it
 WARPS, RING = 8, 32  # as in products.cuh
+MOST_TOKENS = 4  # a tile of 16 rows has two for each, of which a lane holds those of one token
 FIRST = 7  # operands before those of the first layer
 
 
@@ -55,6 +57,8 @@ class Decoder(NamedTuple):
         scale: of scores.
         weights: how many of them make up the matrix of q, k and v, that of the gate and the sum
             behind it, and the head, which lie side by side.
+        chosen: whether the last operand says of which token each row of logits is, int64.
+        tokens: of a step, each of another request, in order.
     """
 
     width: int
@@ -70,11 +74,18 @@ class Decoder(NamedTuple):
     head_eps: float
     scale: float
     weights: tuple[int, ...]
+    chosen: bool = False
+    tokens: int = 1
 
     @property
     def in_layer(self) -> int:
         """Operands of a layer."""
         return sum(self.weights[:2]) + 6 + 2 * self.normed
+
+    @property
+    def operands(self) -> int:
+        """How many there are."""
+        return FIRST + self.layers * self.in_layer + 1 + self.weights[2] + self.chosen
 
     def refusal(self) -> str | None:
         """Why no kernel is compiled for these shapes, or None."""
@@ -109,9 +120,33 @@ class Decoder(NamedTuple):
             "cuda.bindings"
         ):
             return "cuda.bindings is not installed: pip install cuda-bindings"
-        if self.kv_heads > processors(device):
-            return f"{self.kv_heads} kv heads are more than there are multiprocessors"
+        if not self.most_tokens(processors(device), shared_bytes(device)):
+            return "its kv heads are more than there are multiprocessors, or have too little memory"
         return None
+
+    def most_tokens(self, programs: int, memory: int) -> int:
+        """The most of a step that a device can have, of so many multiprocessors and bytes of their
+        own memory; 0: none."""
+        of_warp = -(-self.width // (128 * WARPS))  # pairs of words that a lane reads at once
+        fit = [n for n in range(1, MOST_TOKENS + 1)
+               if n * self.kv_heads <= programs and (n == 1 or n * of_warp <= 8)
+               and self._replace(tokens=n).shared(programs) <= memory]  # fmt: skip
+        return max(fit, default=0)
+
+    def shared(self, programs: int) -> int:
+        """Bytes of `Shared` in attention.cuh."""
+
+        def rows(n: int) -> int:
+            return -(-n // (8 * programs)) * 8
+
+        own, sharing = rows(self.width), self.heads // self.kv_heads
+        qkv = rows((self.heads + 2 * self.kv_heads) * self.head_dim)
+        parts = 2 * WARPS * max(128, own, qkv, 2 * rows(self.mlp))
+        columns = max(self.width, self.mlp, self.heads * self.head_dim)
+        of_token = 4 * (parts + 2 * WARPS + own) + 2 * columns
+        keys = 2 * WARPS * 16 * (self.head_dim + 8)
+        staged = 2 * (2 * keys + sharing * (self.head_dim + 8) + 2 * self.head_dim)
+        return self.tokens * of_token + staged + 4 * 2 * WARPS * 8 + 80 * self.layers
 
 
 class Operands(NamedTuple):
@@ -121,12 +156,14 @@ class Operands(NamedTuple):
         step: x, cos, sin, slot_mapping, seq_lens, query_start_loc, block_tables.
         layers: of each, those that the kernel's `Layer` points to, in its order.
         norm, head: behind the layers.
+        chosen: of which token each row of logits is; None: of its own.
     """
 
     step: tuple[Tensor, ...]
     layers: tuple[tuple[Tensor | None, ...], ...]
     norm: Tensor
     head: Tensor
+    chosen: Tensor | None
 
 
 def parted(decoder: Decoder, tensors: Sequence[Tensor]) -> Operands:
@@ -150,9 +187,12 @@ def parted(decoder: Decoder, tensors: Sequence[Tensor]) -> Operands:
         whole = _whole(f"q, k and v of layer {i}", qkv)
         gates = _whole(f"the gate of layer {i}", gate_up)
         layers.append((norm, whole, q_norm, k_norm, out, mlp_norm, gates, down, k, v))
-    (norm,), head = take(1), take(in_head)
-    made = Operands(step, tuple(layers), norm, _whole("the head", head))
-    named = [("the step", x) for x in step] + [("the last norm", norm), ("the head", made.head)]
+    (norm,), head, chosen = take(1), take(in_head), take(decoder.chosen)
+    made = Operands(step, tuple(layers), norm, _whole("the head", head), *(chosen or [None]))
+    named = [("the step", x) for x in (*step, *chosen)] + [
+        ("the last norm", norm),
+        ("the head", made.head),
+    ]
     named += [(f"layer {i}", x) for i, of in enumerate(layers) for x in of if x is not None]
     for where, x in named:
         if not x.is_contiguous() or (x.dtype == torch.bfloat16 and x.data_ptr() % 16):
@@ -177,8 +217,8 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "layers", "x", "cos", "sin", "norm", "head", "logits", "slot", "seq_len", "start",
-            "table", "words", "number",
+            "layers", "x", "cos", "sin", "norm", "head", "logits", "slot", "chosen",
+            "seq_len", "start", "table", "words", "number",
         )),
         ("blocks", ctypes.c_int), ("eps", ctypes.c_float), ("head_eps", ctypes.c_float),
         ("scale", ctypes.c_float),
@@ -213,16 +253,18 @@ class Launch:
         torch.cuda.current_stream(device).synchronize()  # graphs go to another
 
     def __call__(self, sizes: Any, host: Any, *tensors: Tensor) -> tuple[Tensor]:
-        """One step of one token and one request.
+        """One step of a token of each request.
 
         Raises:
             CaptureError: it cannot be launched.
         """
         x, cos, sin, slots, seq_lens, starts, table = tensors[:FIRST]
-        logits = x.new_empty(1, self.decoder.words)
-        read = (x, cos, sin, self._norm, self._head, logits, slots, seq_lens, starts, table)
+        chosen = tensors[self.decoder.operands - 1] if self.decoder.chosen else None
+        logits = x.new_empty(self.decoder.tokens, self.decoder.words)
+        read = (x, cos, sin, self._norm, self._head, logits, slots, chosen, seq_lens, starts, table)
+        given = (self._layers, *read, self._words, self._number)
         step = _Step(
-            *(t.data_ptr() for t in (self._layers, *read, self._words, self._number)),
+            *(None if t is None else t.data_ptr() for t in given),
             table.shape[1], self.decoder.eps, self.decoder.head_eps,
             self.decoder.scale * math.log2(math.e),
         )  # fmt: skip
@@ -345,9 +387,9 @@ def compiled(decoder: Decoder, programs: int, capability: str) -> bytes:
 def macros(decoder: Decoder, programs: int) -> list[str]:
     """What `decoder.cu` is compiled by."""
     values = {
-        "PROGRAMS": programs, "WIDTH": decoder.width, "HEADS": decoder.heads,
-        "KV_HEADS": decoder.kv_heads, "HEAD": decoder.head_dim, "MLP": decoder.mlp,
-        "LAYERS": decoder.layers, "WORDS": decoder.words, "BLOCK": decoder.block,
-        "NORMED": int(decoder.normed),
+        "PROGRAMS": programs, "TOKENS": decoder.tokens, "WIDTH": decoder.width,
+        "HEADS": decoder.heads, "KV_HEADS": decoder.kv_heads, "HEAD": decoder.head_dim,
+        "MLP": decoder.mlp, "LAYERS": decoder.layers, "WORDS": decoder.words,
+        "BLOCK": decoder.block, "NORMED": int(decoder.normed),
     }  # fmt: skip
     return [f"-D{name}={value}" for name, value in values.items()]

@@ -1,4 +1,5 @@
-// Attention over a paged cache by one query row: a split's warps take KEYS of its keys in turn.
+// Attention over a paged cache, a query row a request: a split's warps take KEYS of its keys in
+// turn.
 
 #pragma once
 #include "products.cuh"
@@ -9,7 +10,7 @@
 // Up to as many whoever reads their outputs merges them; of more each merges a share, which is a
 // wait more, and less to read. Of 4 splits a 0.6B takes 0.598 ms by the one, 0.581 by the other; a
 // 1B 0.721 and 0.732, an 8B 3.83 and 3.87. Of 16: 0.859 and 0.697; 0.852 and 0.777; 4.22 and 3.89.
-#define DIRECT (WIDTH <= 1024 ? 2 : 4)
+#define DIRECT (TOKENS > 1 ? 1 : WIDTH <= 1024 ? 2 : 4)
 
 struct Layer {
   const u16 *norm, *qkv, *q_norm, *k_norm, *out, *mlp_norm, *gate_up, *down;
@@ -20,7 +21,7 @@ struct Step {
   const Layer* layers;
   const u16 *x, *cos, *sin, *norm, *head;
   u16* logits;
-  const long long* slot;  // of the new key; -1: none
+  const long long *slot, *chosen;  // of a new key, -1: none; tokens of logits, null: each
   const int *seq_len, *start, *table;
   u64* words;
   u32* number;                 // of the step, from 1; and how many programs have read it
@@ -28,54 +29,64 @@ struct Step {
   float eps, head_eps, scale;  // scale times log2(e)
 };
 
-typedef Product<WIDTH, (HEADS + 2 * KV_HEADS) * HEAD / 8, false> Qkv;
-typedef Product<HEADS * HEAD, WIDTH / 8, false> Out;
-typedef Product<WIDTH, MLP / 8, true> GateUp;
-typedef Product<MLP, WIDTH / 8, false> Down;
-typedef Product<WIDTH, WORDS / 8, false> Head;
-
-constexpr int PART_ROWS =
-    larger(larger(larger(Qkv::ROWS, Out::ROWS), larger(GateUp::ROWS, Down::ROWS)), 128);
-constexpr int INPUT = larger(larger(WIDTH, MLP), HEADS* HEAD) / WARPS;  // columns of a warp
-constexpr int PADDED = HEAD + 8;                                        // against bank conflicts
+constexpr int PADDED = HEAD + 8;  // against bank conflicts
 
 struct Shared {
-  float parts[2][WARPS * PART_ROWS];  // of sums, a warp's each
-  float squares[2][WARPS];
-  u16 input[WARPS][INPUT];
+  float parts[TOKENS][2][SIDE];  // of sums, a warp's each
+  float squares[2][TOKENS][WARPS];
+  u16 input[WARPS][TOKENS][INPUT];
   u16 k[2][WARPS][KEYS][PADDED], v[2][WARPS][KEYS][PADDED];
   u16 q[SHARE][PADDED], new_k[HEAD], new_v[HEAD];
   float highest[WARPS][8], sums[WARPS][8];
   Layer layers[LAYERS];
-  float residual[larger(Out::ROWS, Down::ROWS)];  // of this program's rows
+  float residual[TOKENS][larger(Out::ROWS, Down::ROWS)];  // of this program's rows
 };
 extern "C" __device__ long long shared_bytes = sizeof(Shared);
 
-// words of a layer: q, k and v; each split's outputs and their weights, and the outputs of more
-// than DIRECT merged; sums and the gate
+// words of a token in a layer: q, k and v; each split's outputs and their weights, and the outputs
+// of more than DIRECT merged; a sum; the gate
 constexpr size_t QKV = Qkv::GROUPS * 4, SPLIT = HEADS * HEAD / 2, SUM = WIDTH / 2, GATE = MLP / 2;
-constexpr size_t OF_LAYER = QKV + MOST_SPLITS * (SPLIT + HEADS) + SPLIT + 2 * SUM + GATE;
+constexpr size_t OUTS = MOST_SPLITS * SPLIT, LOGS = MOST_SPLITS * HEADS;
+constexpr size_t OF_LAYER = TOKENS * (QKV + OUTS + LOGS + SPLIT + 2 * SUM + GATE);
 extern "C" __device__ long long words_of_step = LAYERS * OF_LAYER;
 
-// What a program has of a step's attention.
+// What a program has of a step's attention. Of the programs of a kv head each request has one or
+// more: as many as it has splits, or if these are too many, as many as its share of them.
 struct Attention {
+  static constexpr int SHARERS = PROGRAMS / KV_HEADS;
+  static_assert(SHARERS >= TOKENS, "each request has a program of each kv head");
   const Step& a;
   Shared& m;
   const u32 step;
-  const long long slot;
-  int len, splits;
+  int request = -1, split, splits, len;
+  long long slot;
+  const int* table;
 
   __device__ __forceinline__ Attention(const Step& a, Shared& m, u32 step)
-      : a(a), m(m), step(step), slot(*a.slot) {
-    len = a.start[1] > a.start[0] ? *a.seq_len : 0;
-    len = min(len, a.blocks * BLOCK);
-    splits = (len + WARPS * KEYS - 1) / (WARPS * KEYS);
-    splits = max(1, min(min(splits, MOST_SPLITS), PROGRAMS / KV_HEADS));
+      : a(a), m(m), step(step) {
+    int lens[TOKENS], wanted[TOKENS], all = 0, first = 0;
+#pragma unroll
+    for (int r = 0; r < TOKENS; r++) {
+      lens[r] = a.start[r + 1] > a.start[r] ? min(a.seq_len[r], a.blocks * BLOCK) : 0;
+      wanted[r] = larger(1, (lens[r] + WARPS * KEYS - 1) / (WARPS * KEYS));
+      all += wanted[r];
+    }
+#pragma unroll
+    for (int r = 0; r < TOKENS; r++) {
+      int have = wanted[r];
+      if (all > SHARERS) have = (int)((long long)have * (SHARERS - TOKENS) / all) + 1;
+      have = min(have, MOST_SPLITS);
+      const int own = (int)blockIdx.x / KV_HEADS - first;
+      if (r == 0 || (own >= 0 && own < have)) {
+        request = own < have ? r : -1;
+        split = own, splits = have, len = lens[r], slot = a.slot[r], table = a.table + r * a.blocks;
+      }
+      first += have;
+    }
   }
   static __device__ __forceinline__ int kv_head() { return blockIdx.x % KV_HEADS; }
-  static __device__ __forceinline__ int split() { return blockIdx.x / KV_HEADS; }
-  __device__ __forceinline__ bool attends() const { return split() < splits; }
-  __device__ __forceinline__ int first() const { return split() * WARPS + (threadIdx.x >> 5); }
+  __device__ __forceinline__ bool attends() const { return request >= 0; }
+  __device__ __forceinline__ int first() const { return split * WARPS + (threadIdx.x >> 5); }
   __device__ __forceinline__ int turn() const { return splits * WARPS; }
 
   // A turn's cached keys and values into shared memory, zeros in the place of the new ones.
@@ -89,7 +100,7 @@ struct Attention {
       size_t at = 0;
       bool cached = key < len;
       if (cached) {
-        at = (size_t)a.table[key / BLOCK] * BLOCK + key % BLOCK;
+        at = (size_t)table[key / BLOCK] * BLOCK + key % BLOCK;
         cached = (long long)at != slot;
       }
       at = cached ? (at * KV_HEADS + kv_head()) * HEAD + d : 0;
@@ -105,7 +116,10 @@ struct Attention {
   }
 
   // Its split's outputs and their weights, of the words of q, k and v; the new key into the cache.
-  __device__ __forceinline__ void attend(const Layer& y, const u64* qkv, u64* outs, u64* logs) {
+  __device__ __forceinline__ void attend(const Layer& y, const u64* qkv, u64* outs, u64* logs,
+                                         u64* merged) {
+    qkv += request * QKV, outs += request * OUTS, logs += request * LOGS, merged += request * SPLIT;
+    const bool alone = TOKENS > 1 && splits == 1;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     constexpr int OF_HEAD = HEAD / 4, HALF = HEAD / 2;  // threads: two pairs each
     for (int i = warp * 32 + lane; i - lane < (SHARE + 1) * OF_HEAD; i += THREADS) {
@@ -113,7 +127,8 @@ struct Attention {
       const int h = in ? i / OF_HEAD : 0, d = i % OF_HEAD * 2;
       const bool is_k = h == SHARE;
       const u64* p = qkv + ((is_k ? (HEADS + kv_head()) : (kv_head() * SHARE + h)) * HEAD + d) / 2;
-      const u32 c = *(const u32*)(a.cos + d), s = *(const u32*)(a.sin + d);
+      const u32 c = *(const u32*)(a.cos + request * HALF + d),
+                s = *(const u32*)(a.sin + request * HALF + d);
       u32 g = 0, f = 0;
       if constexpr (NORMED) {
         const u16* norm = is_k ? y.k_norm : y.q_norm;
@@ -150,7 +165,7 @@ struct Attention {
       *(u32*)(m.new_v + 2 * i) = (u32)x;
     }
     __syncthreads();
-    if (split() == 0 && slot >= 0 && thread < HALF) {
+    if (split == 0 && slot >= 0 && thread < HALF) {
       const size_t at = ((size_t)slot * KV_HEADS + kv_head()) * HEAD + 2 * thread;
       *(u32*)(y.k_cache + at) = *(u32*)(m.new_k + 2 * thread);
       *(u32*)(y.v_cache + at) = *(u32*)(m.new_v + 2 * thread);
@@ -164,7 +179,7 @@ struct Attention {
       __syncwarp();
       const int key = chunk * KEYS + lane;
       const bool is_new =
-          lane < KEYS && key < len && (long long)a.table[key / BLOCK] * BLOCK + key % BLOCK == slot;
+          lane < KEYS && key < len && (long long)table[key / BLOCK] * BLOCK + key % BLOCK == slot;
       for (u32 left = __ballot_sync(~0u, is_new); left; left &= left - 1) {
         const int row = __ffs(left) - 1;
         for (int d = lane * 2; d < HEAD; d += 64) {
@@ -245,18 +260,19 @@ struct Attention {
       }
       const float by = len ? 1.f / all : 0.f;
       const int of = kv_head() * SHARE + h;
-      put(outs + split() * SPLIT + (of * HEAD + d) / 2, pack(o0 * by, o1 * by), step);
-      if (d == 0) put(logs + split() * HEADS + of, __float_as_uint(top + log2f(all)), step);
+      put((alone ? merged : outs + split * SPLIT) + (of * HEAD + d) / 2, pack(o0 * by, o1 * by),
+          step);
+      if (!alone && d == 0) put(logs + split * HEADS + of, __float_as_uint(top + log2f(all)), step);
     }
-    if (splits > DIRECT) merge(outs, logs, logs + MOST_SPLITS * HEADS);
+    if (splits > DIRECT) merge(outs, logs, merged);
   }
 
   // This split's share of its kv head's outputs, of all splits: a lane reads a word of one of them.
   __device__ __forceinline__ void merge(const u64* outs, const u64* logs, u64* merged) {
     constexpr int HALF = HEAD / 2, ALL = SHARE * HALF, AT_ONCE = 32 / MOST_SPLITS;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, s = lane % MOST_SPLITS;
-    const int each = (ALL + splits - 1) / splits, end = min((split() + 1) * each, ALL);
-    for (int at = split() * each + warp * AT_ONCE; at < end; at += WARPS * AT_ONCE) {
+    const int each = (ALL + splits - 1) / splits, end = min((split + 1) * each, ALL);
+    for (int at = split * each + warp * AT_ONCE; at < end; at += WARPS * AT_ONCE) {
       const int word = at + lane / MOST_SPLITS, of = kv_head() * SHARE + word / HALF,
                 of_split = kv_head() * ALL + word;
       const bool in = word < end && s < splits;
@@ -281,10 +297,10 @@ struct Attention {
   }
 
   // This warp's columns of all heads' outputs, which the splits have together, into its input.
-  __device__ __forceinline__ void take_merged(const u64* outs, const u64* logs) {
+  __device__ __forceinline__ void take_merged(const u64* outs, const u64* logs, const u64* merged) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if (splits > DIRECT) {
-      take<HEADS * HEAD>(logs + MOST_SPLITS * HEADS, m.input[warp], step);
+    if (TOKENS > 1 || splits > DIRECT) {
+      take<HEADS * HEAD>(merged, m.input[warp], step);
       return;
     }
     constexpr int CHUNKS = HEADS * HEAD / WARPS / 4, N = (CHUNKS + 31) / 32, M = N < 2 ? N : 2,
@@ -337,7 +353,7 @@ struct Attention {
         const int chunk = (n + i) * 32 + lane;
         const float by = len ? 1.f / all[i] : 0.f;
         if (chunk < CHUNKS)
-          *(uint2*)&m.input[warp][chunk * 4] =
+          *(uint2*)&m.input[warp][0][chunk * 4] =
               make_uint2(pack(o[i][0] * by, o[i][1] * by), pack(o[i][2] * by, o[i][3] * by));
       }
     }

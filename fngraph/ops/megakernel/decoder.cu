@@ -1,13 +1,15 @@
-// All layers of a decoder and its head in one launch, at one token of one request. See __init__.py.
+// All layers of a decoder and its head in one launch, at a token of each of a few requests. See
+// __init__.py.
 //
 // A program a multiprocessor, which stays for the whole step. Its warps share the columns of each
-// product; its rows it takes in groups of 8, which are the n of mma.m16n8k16. Weights are asked for
-// RING loads of 16 bytes a lane ahead, across products, so that memory is busy while a product
-// waits for its input. There is no barrier between programs: each result is a word, two numbers and
-// the number of the step, and who needs it looks until that is there.
+// product; its rows it takes in groups of 8, which are the n of mma.m16n8k16, whose m are tokens,
+// two rows each. Weights are asked for RING loads of 16 bytes a lane ahead, across products, so
+// that memory is busy while a product waits for its input. There is no barrier between programs:
+// each result is a word, two numbers and the number of the step, and who needs it looks until that
+// is there.
 //
-// Macros that a shape is compiled by: PROGRAMS, WIDTH, HEADS, KV_HEADS, HEAD, MLP, LAYERS, WORDS,
-// BLOCK, NORMED (of q and k).
+// Macros that a shape is compiled by: PROGRAMS, TOKENS (4 at most), WIDTH, HEADS, KV_HEADS, HEAD,
+// MLP, LAYERS, WORDS, BLOCK, NORMED (of q and k).
 
 #include "attention.cuh"
 
@@ -36,9 +38,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   uint4 ring[RING];
   const u16* from = Qkv::begin(m.layers[0].qkv);
   Each<0, Qkv::AHEAD>::go([&]<int V>() { Qkv::load<V>(ring[V], from, Qkv::room()); });
-  for (int i = thread; i < Out::ROWS; i += THREADS) {
-    const int row = (program + (i >> 3) * PROGRAMS) * 8 + (i & 7);
-    m.residual[i] = row < WIDTH ? __uint_as_float((u32)a.x[row] << 16) : 0.f;
+  for (int i = thread; i < TOKENS * Out::ROWS; i += THREADS) {
+    const int t = i / Out::ROWS, own = i % Out::ROWS;
+    const int row = (program + (own >> 3) * PROGRAMS) * 8 + (own & 7);
+    m.residual[t][own] = row < WIDTH ? __uint_as_float((u32)a.x[t * WIDTH + row] << 16) : 0.f;
   }
 
   Attention attention(a, m, step);
@@ -46,66 +49,78 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   int side = 0;                 // of m.parts
 
   // x times its norm's weight, and the sum of its squares; the norm's scale is for the sums behind
-  auto take_normed = [&](const u64* words, const u16* norm) {
+  auto take_normed = [&](const u64* words, const u16* norm, auto source) {
     constexpr int CHUNKS = WIDTH / WARPS / 4, N = (CHUNKS + 31) / 32;
     const int at = warp * (WIDTH / WARPS) + lane * 4, have = (CHUNKS - lane + 31) / 32;
     uint2 gain[N];
-    u64 x[N], y[N];
-    float squares = 0.f;
+    u64 x[TOKENS * N], y[TOKENS * N];
 #pragma unroll
     for (int i = 0; i < N; i++)
       gain[i] = i < have ? *(const uint2*)(norm + at + i * 128) : make_uint2(0, 0);
     if (words)
-      gather<N>(words + at / 2, 64, have, x, y, step);
+      gather<TOKENS * N>(
+          [&](int i) {
+            return i % N < have ? words + source(i / N) * SUM + at / 2 + i % N * 64 : nullptr;
+          },
+          x, y, step);
     else
 #pragma unroll
-      for (int i = 0; i < N; i++) {
-        const uint2 v = i < have ? *(const uint2*)(a.x + at + i * 128) : make_uint2(0, 0);
+      for (int i = 0; i < TOKENS * N; i++) {
+        const u16* row = a.x + i / N * WIDTH + at;
+        const uint2 v = i % N < have ? *(const uint2*)(row + i % N * 128) : make_uint2(0, 0);
         x[i] = v.x, y[i] = v.y;
       }
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-      const float x0 = low((u32)x[i]), x1 = high((u32)x[i]), x2 = low((u32)y[i]),
-                  x3 = high((u32)y[i]);
-      if (i < have) {
-        squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3;
-        *(uint2*)&m.input[warp][lane * 4 + i * 128] =
-            make_uint2(pack(x0 * low(gain[i].x), x1 * high(gain[i].x)),
-                       pack(x2 * low(gain[i].y), x3 * high(gain[i].y)));
-      }
-    }
+    for (int t = 0; t < TOKENS; t++) {
+      float squares = 0.f;
 #pragma unroll
-    for (int o = 16; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
-    if (lane == 0) m.squares[side][warp] = squares;
+      for (int i = 0; i < N; i++) {
+        const u32 v = (u32)x[t * N + i], w = (u32)y[t * N + i];
+        const float x0 = low(v), x1 = high(v), x2 = low(w), x3 = high(w);
+        if (i < have) {
+          squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3;
+          *(uint2*)&m.input[warp][t][lane * 4 + i * 128] =
+              make_uint2(pack(x0 * low(gain[i].x), x1 * high(gain[i].x)),
+                         pack(x2 * low(gain[i].y), x3 * high(gain[i].y)));
+        }
+      }
+#pragma unroll
+      for (int o = 16; o; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
+      if (lane == 0) m.squares[side][t][warp] = squares;
+    }
     __syncwarp();
   };
-  auto norm_scale = [&] {
+  auto own = [](int t) { return t; };
+  auto norm_scale = [&](int t) {
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += m.squares[side][w];
+    for (int w = 0; w < WARPS; w++) sum += m.squares[side][t][w];
     return rsqrtf(sum / WIDTH + a.eps);
   };
-  // each row's number by `f(row of this program)`, two to a word
+  // each row's number by `f(token, row of this program)`, two to a word
   auto publish = [&](u64* words, int rows, int groups, auto f) {
-    for (int i = warp * 32 + lane; i - lane < rows; i += THREADS) {
-      const float v = i < rows ? f(i) : 0.f, w = __shfl_down_sync(~0u, v, 1);
-      const int group = program + (i >> 3) * PROGRAMS;
-      if (i < rows && !(i & 1) && group < groups)
-        put(words + group * 4 + ((i & 7) >> 1), pack(v, w), step);
+    for (int i = warp * 32 + lane; i - lane < TOKENS * rows; i += THREADS) {
+      const int t = TOKENS > 1 ? i / rows : 0, row = i - t * rows;
+      const float v = i < TOKENS * rows ? f(t, row) : 0.f, w = __shfl_down_sync(~0u, v, 1);
+      const int group = program + (row >> 3) * PROGRAMS;
+      if (i < TOKENS * rows && !(i & 1) && group < groups)
+        put(words + (t * groups + group) * 4 + ((row & 7) >> 1), pack(v, w), step);
     }
     side ^= 1;
   };
   auto add = [&](u64* words, int rows) {  // to the residual
-    publish(words, rows, WIDTH / 8, [&](int i) {
-      return m.residual[i] = rounded(m.residual[i] + rounded(total(m.parts[side], rows, i)));
+    publish(words, rows, WIDTH / 8, [&](int t, int i) {
+      return m.residual[t][i] =
+                 rounded(m.residual[t][i] + rounded(total(m.parts[t][side], rows, i)));
     });
   };
 
 #pragma unroll 1
   for (int l = 0; l < LAYERS; l++) {
     const Layer& y = m.layers[l];
-    u64 *qkv = a.words + l * OF_LAYER, *outs = qkv + QKV, *logs = outs + MOST_SPLITS * SPLIT;
-    u64 *mid = logs + MOST_SPLITS * HEADS + SPLIT, *gate = mid + SUM, *end = gate + GATE;
+    u64 *qkv = a.words + l * OF_LAYER, *outs = qkv + TOKENS * QKV, *logs = outs + TOKENS * OUTS,
+        *merged = logs + TOKENS * LOGS, *mid = merged + TOKENS * SPLIT, *gate = mid + TOKENS * SUM,
+        *end = gate + TOKENS * GATE;
 
     if (attention.attends()) {
       attention.fetch(y, attention.first(), 0);
@@ -115,35 +130,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // q, k, v
     const u16* out_from = Out::begin(y.out);
     fill<Qkv, Out>(ring, out_from, Out::room());
-    take_normed(before, y.norm);
+    take_normed(before, y.norm, own);
     run<Qkv, Out>(ring, from, out_from, Out::room(), m.input[warp],
-                  m.parts[side] + warp * Qkv::ROWS);
+                  m.parts[0][side] + warp * Qkv::ROWS);
     __syncthreads();
     publish(qkv, Qkv::ROWS, Qkv::GROUPS,
-            [&](int i) { return total(m.parts[side], Qkv::ROWS, i) * norm_scale(); });
+            [&](int t, int i) { return total(m.parts[t][side], Qkv::ROWS, i) * norm_scale(t); });
 
     // attention
-    if (attention.attends()) attention.attend(y, qkv, outs, logs);
+    if (attention.attends()) attention.attend(y, qkv, outs, logs, merged);
 
     // its product: splits are merged by who reads them
     const u16* gate_from = GateUp::begin(y.gate_up);
     fill<Out, GateUp>(ring, gate_from, GateUp::room());
-    attention.take_merged(outs, logs);
+    attention.take_merged(outs, logs, merged);
     run<Out, GateUp>(ring, out_from, gate_from, GateUp::room(), m.input[warp],
-                     m.parts[side] + warp * Out::ROWS);
+                     m.parts[0][side] + warp * Out::ROWS);
     __syncthreads();
     add(mid, Out::ROWS);
 
     // gate and up
     const u16* down_from = Down::begin(y.down);
     fill<GateUp, Down>(ring, down_from, Down::room());
-    take_normed(mid, y.mlp_norm);
+    take_normed(mid, y.mlp_norm, own);
     run<GateUp, Down>(ring, gate_from, down_from, Down::room(), m.input[warp],
-                      m.parts[side] + warp * GateUp::ROWS);
+                      m.parts[0][side] + warp * GateUp::ROWS);
     __syncthreads();
-    publish(gate, GateUp::MINE * 8, GateUp::GROUPS, [&](int i) {
-      const float by = norm_scale();
-      const float* row = m.parts[side] + (i >> 3) * 16 + (i & 7);
+    publish(gate, GateUp::MINE * 8, GateUp::GROUPS, [&](int t, int i) {
+      const float by = norm_scale(t);
+      const float* row = m.parts[t][side] + (i >> 3) * 16 + (i & 7);
       const float g = rounded(total(row, GateUp::ROWS, 0) * by),
                   u = rounded(total(row, GateUp::ROWS, 8) * by);
       return rounded(g / (1.f + __expf(-g))) * u;
@@ -156,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fill<Down, Qkv>(ring, from, first_room);
     take<MLP>(gate, m.input[warp], step);
     run<Down, Qkv>(ring, down_from, from, first_room, m.input[warp],
-                   m.parts[side] + warp * Down::ROWS);
+                   m.parts[0][side] + warp * Down::ROWS);
     __syncthreads();
     add(end, Down::ROWS);
     before = end;
@@ -171,14 +186,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   "a round of the head fits into the ring and the parts");
     const int room = Head::room();
     Each<Qkv::AHEAD, LOADS>::go([&]<int V>() { Head::load<V>(ring[V], from, room); });
-    take_normed(before, a.norm);
+    take_normed(before, a.norm, [&](int t) {
+      if (TOKENS == 1 || !a.chosen) return t;
+      const int row = (int)a.chosen[t];
+      return min(max(row < 0 ? row + TOKENS : row, 0), TOKENS - 1);
+    });
     Input<STEPS> x(m.input[warp]);
     __syncthreads();
-    const float by = norm_scale();
-    float acc[2][2][4] = {}, *parts = m.parts[0];
+    float acc[2][2][4] = {};
 #pragma unroll 1
     for (int r = 0; r < ROUNDS; r++) {
-      float* to = parts + warp * ROWS + r % AT_ONCE * GROUPS * 8;
+      float* to = m.parts[0][0] + warp * ROWS + r % AT_ONCE * GROUPS * 8;
       Each<0, LOADS>::go([&]<int V>() {
         multiply(ring[V], x.template get<V % G / 2>(), acc[V % 2]);
         if constexpr (V % G == G - 1) add_up(acc, to + V / G * 8);
@@ -187,10 +205,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       });
       if (r % AT_ONCE == AT_ONCE - 1 || r == ROUNDS - 1) {
         __syncthreads();
-        for (int i = thread; i < (r % AT_ONCE + 1) * GROUPS * 8; i += THREADS) {
-          const int group = program + (r / AT_ONCE * AT_ONCE * GROUPS + (i >> 3)) * PROGRAMS;
+        const int rows = (r % AT_ONCE + 1) * GROUPS * 8;
+        for (int i = thread; i < TOKENS * rows; i += THREADS) {
+          const int t = TOKENS > 1 ? i / rows : 0, row = i - t * rows;
+          const int group = program + (r / AT_ONCE * AT_ONCE * GROUPS + (row >> 3)) * PROGRAMS;
           if (group < Head::GROUPS)
-            a.logits[(size_t)group * 8 + (i & 7)] = (u16)pack(total(parts, ROWS, i) * by, 0.f);
+            a.logits[(size_t)t * WORDS + group * 8 + (row & 7)] =
+                (u16)pack(total(m.parts[t][0], ROWS, row) * norm_scale(t), 0.f);
         }
         __syncthreads();
       }

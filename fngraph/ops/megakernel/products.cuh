@@ -1,4 +1,5 @@
-// Products of a weight's rows and one row of input: who has which rows, what is asked for ahead.
+// Products of a weight's rows and a row of input a token: who has which rows, what is asked for
+// ahead.
 
 #pragma once
 #include "words.cuh"
@@ -24,24 +25,6 @@ __host__ __device__ constexpr int slots_of(int of_group, int most) {  // for a p
   int slots = most / 2 * 2;
   while (of_group % slots) slots -= 2;
   return slots;
-}
-
-// This warp's columns of a row of COLUMNS, two a word.
-template <int COLUMNS>
-__device__ __forceinline__ void take(const u64* words, u16* input, u32 step) {
-  constexpr int MINE = COLUMNS / WARPS, CHUNKS = MINE / 4, N = (CHUNKS + 31) / 32,
-                M = N < 8 ? N : 8;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-#pragma unroll
-  for (int n = 0; n < N; n += M) {
-    u64 a[M], b[M];
-    const int have = (CHUNKS - n * 32 - lane + 31) / 32;
-    gather<M>(words + warp * (MINE / 2) + (n * 32 + lane) * 2, 64, have, a, b, step);
-#pragma unroll
-    for (int i = 0; i < M; i++)
-      if (i < have) *(uint2*)&input[((n + i) * 32 + lane) * 4] = make_uint2((u32)a[i], (u32)b[i]);
-  }
-  __syncwarp();
 }
 
 // A product by GROUPS groups of 8 rows of COLUMNS numbers; a program's are PROGRAMS apart. Of two
@@ -87,16 +70,27 @@ struct Product {
   }
 };
 
-// Rows of x: row 0 of the tile holds the first 32 of 64 columns, row 1 the others; so of c[row][n]
-// those count whose n is of the same half.
+typedef Product<WIDTH, (HEADS + 2 * KV_HEADS) * HEAD / 8, false> Qkv;
+typedef Product<HEADS * HEAD, WIDTH / 8, false> Out;
+typedef Product<WIDTH, MLP / 8, true> GateUp;
+typedef Product<MLP, WIDTH / 8, false> Down;
+typedef Product<WIDTH, WORDS / 8, false> Head;
+
+constexpr int PART_ROWS =
+    larger(larger(larger(Qkv::ROWS, Out::ROWS), larger(GateUp::ROWS, Down::ROWS)), 128);
+constexpr int SIDE = WARPS * PART_ROWS;                                 // sums of a token
+constexpr int INPUT = larger(larger(WIDTH, MLP), HEADS* HEAD) / WARPS;  // a token's of a warp
+
+// Rows of x: of a token's two, the first holds the first 32 of 64 columns, the second the others;
+// so of c[row][n] those count whose n is of the same half.
 __device__ __forceinline__ void add_up(float (&acc)[2][2][4], float* to) {
-  const int lane = threadIdx.x & 31;
+  const int lane = threadIdx.x & 31, token = lane >> 3;
   float a = acc[0][0][1] + acc[0][1][1], b = acc[1][0][1] + acc[1][1][1];
   a = __shfl_down_sync(~0u, a, 4);
   b = __shfl_down_sync(~0u, b, 4);
-  if (lane < 4) {
-    to[lane] = a + acc[0][0][0] + acc[0][1][0];
-    to[4 + lane] = b + acc[1][0][0] + acc[1][1][0];
+  if (!(lane & 4) && token < TOKENS) {
+    to[token * 2 * SIDE + (lane & 3)] = a + acc[0][0][0] + acc[0][1][0];
+    to[token * 2 * SIDE + (lane & 3) + 4] = b + acc[1][0][0] + acc[1][1][0];
   }
 #pragma unroll
   for (int i = 0; i < 16; i++) (&acc[0][0][0])[i] = 0.f;
@@ -107,7 +101,8 @@ struct Input {  // of a warp, in registers where they are few
   static constexpr bool HELD = STEPS <= 4;
   uint4 held[HELD ? STEPS : 1];
   const u16* at;
-  __device__ __forceinline__ Input(const u16* from) : at(from + (threadIdx.x & 7) * 8) {
+  __device__ __forceinline__ Input(const u16 (*from)[INPUT])
+      : at(from[min((threadIdx.x & 31) >> 3, TOKENS - 1)] + (threadIdx.x & 7) * 8) {
     if constexpr (HELD) {
 #pragma unroll
       for (int s = 0; s < STEPS; s++) held[s] = shared(at + s * 64);
@@ -122,6 +117,30 @@ struct Input {  // of a warp, in registers where they are few
   }
 };
 
+// This warp's columns of each token's row of COLUMNS words' numbers, into its input.
+template <int COLUMNS>
+__device__ __forceinline__ void take(const u64* words, u16 (*input)[INPUT], u32 step) {
+  constexpr int MINE = COLUMNS / WARPS, CHUNKS = MINE / 4, N = (CHUNKS + 31) / 32, ALL = N * TOKENS,
+                M = ALL < 8 ? ALL : 8;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll
+  for (int n = 0; n < ALL; n += M) {
+    u64 a[M], b[M];
+    auto chunk = [&](int i) { return (n + i) % N * 32 + lane; };
+    auto has = [&](int i) { return n + i < ALL && chunk(i) < CHUNKS; };
+    gather<M>(
+        [&](int i) {
+          const u64* row = words + (n + i) / N * (COLUMNS / 2) + warp * (MINE / 2);
+          return has(i) ? row + chunk(i) * 2 : nullptr;
+        },
+        a, b, step);
+#pragma unroll
+    for (int i = 0; i < M; i++)
+      if (has(i)) *(uint2*)&input[(n + i) / N][chunk(i) * 4] = make_uint2((u32)a[i], (u32)b[i]);
+  }
+  __syncwarp();
+}
+
 __device__ __forceinline__ void multiply(const uint4& w, const uint4& x, float (&acc)[2][4]) {
   mma(acc[0], x.x, 0, x.y, 0, w.x, w.y);
   mma(acc[1], x.z, 0, x.w, 0, w.z, w.w);
@@ -130,7 +149,7 @@ __device__ __forceinline__ void multiply(const uint4& w, const uint4& x, float (
 // All of product P, whose first loads are in the ring, and the first of N, which comes behind it.
 template <class P, class N>
 __device__ __forceinline__ void run(uint4 (&ring)[RING], const u16* from, const u16* next,
-                                    int next_room, const u16* input, float* to) {
+                                    int next_room, const u16 (*input)[INPUT], float* to) {
   constexpr int G = P::OF_GROUP;
   Input<P::STEPS> x(input);
   float acc[2][2][4] = {};

@@ -16,12 +16,17 @@ token each runs a program of its own, beside that of all other keys, in which
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from fngraph.compile.disk import Disk, Kept
+from fngraph.compile.key import digest_of
 from fngraph.core import BatchDescriptor
 from fngraph.core.program import Program
 from fngraph.fx.nodes import is_loop, op_name, results_of
@@ -29,11 +34,14 @@ from fngraph.fx.pieces.around import Around, split_around
 from fngraph.fx.pieces.collectives import collectives_of
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.graphs.replay import InstructionFn
-from fngraph.ops.megakernel import FIRST, Decoder, Launch
+from fngraph.ops.megakernel import Launch
+from fngraph.ops.megakernel.image import Image, compiled, facts_of
+from fngraph.ops.megakernel.shapes import FIRST, Decoder
 from fngraph.ops.primitives import PRIMITIVES
 from fngraph.ops.triton.launching import processors, shared_bytes
 from fngraph.passes.pattern import dtype_of, is_dense, sizes
 
+LOG = logging.getLogger("fngraph")
 aten = torch.ops.aten
 _LINEAR = torch.ops.fngraph.fused_linear.default
 _PAIR = torch.ops.fngraph.paired_linears.default
@@ -103,6 +111,7 @@ class OneLaunch:
         most: requests of such a key.
         ahead, behind: the callables, `fn(sizes, host, *tensors) -> tensors`, of the instructions
             around the decoder's, whose own is made for each capture.
+        disk: what keeps compiled kernels; None: nothing does.
     """
 
     decoder: Decoder
@@ -110,6 +119,7 @@ class OneLaunch:
     program: Program
     ahead: tuple[InstructionFn, ...]
     behind: tuple[InstructionFn, ...]
+    disk: Disk | None
 
     def serves(self, descriptor: BatchDescriptor) -> bool:
         """Whether a FULL key runs it."""
@@ -126,10 +136,35 @@ class OneLaunch:
         norm = inputs[reads[FIRST]]  # in the place of what is not there yet
         tensors = [inputs[i] if i < self.program.num_inputs else norm for i in reads]
         decoder = self.decoder._replace(tokens=tokens)
-        return (*self.ahead, Launch(decoder, tensors), *self.behind)
+        return (*self.ahead, Launch(decoder, tensors, kept_by(self.disk)), *self.behind)
 
     def __repr__(self) -> str:
         return f"OneLaunch({self.decoder.layers} layers and the head)"
+
+
+@functools.cache
+def kept_by(disk: Disk | None) -> Image:
+    """What gives the kernel's code: from the disk if it is there, which takes ms where NVRTC takes
+    seconds; else compiled, and kept there."""
+
+    @functools.cache
+    def image(decoder: Decoder, programs: int, capability: str) -> bytes:
+        if disk is None:
+            return compiled(decoder, programs, capability)
+        facts = facts_of(decoder, programs, capability)
+        digest = digest_of(facts)
+        if (found := disk.read(digest)) is not None:
+            return found.body
+        began = time.perf_counter()
+        made = compiled(decoder, programs, capability)
+        ms = round(1e3 * (time.perf_counter() - began))
+        about = {"name": facts["piece"], "holds": f"{decoder.layers} layers, T={decoder.tokens}",
+                 "ms": str(ms), "kernels": "1"}  # fmt: skip
+        if why := disk.write(digest, Kept({**facts, **about}, made)):
+            LOG.warning("%s is not kept: %s", facts["piece"], why)
+        return made
+
+    return image
 
 
 # a decoder in a graph

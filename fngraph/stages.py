@@ -32,7 +32,7 @@ from fngraph.calls import (
     with_planners,
 )
 from fngraph.compile.artefact import Source
-from fngraph.compile.disk import disk_of
+from fngraph.compile.disk import Disk, disk_of
 from fngraph.compile.key import own_source
 from fngraph.compile.piece import CompiledPiece, artefact_rows
 from fngraph.compile.results import Plan, plan_of
@@ -311,7 +311,9 @@ class Lowered:
         if isinstance(layers, Layers):
             around = layers.around
             ahead, behind = (tuple(map(callables.of, x)) for x in (around.ahead, around.behind))
-            one_launch = OneLaunch(layers.decoder, layers.most, around.program, ahead, behind)
+            one_launch = OneLaunch(
+                layers.decoder, layers.most, around.program, ahead, behind, self._disk
+            )
         made_of = self.executable(tuple(fns), tuple(compiled), one_launch)
         passes = tuple(one.counted() for one in self.split.traced.passes)
         return Compiled(made_of, options, tuple(self.split.distinct), passes)
@@ -349,12 +351,16 @@ class Lowered:
     ) -> CompiledPiece:  # fmt: skip
         """A piece compiled for what comes within `limits`, and ahead as `compile_ahead` says."""
         letters = self.split.traced.graph.letters
-        disk = disk_of(os.environ) if self.split.traced.options.cache else None
         passes = [one.key for one in self.split.traced.options.passes_in_order]
-        source = Source(name, piece.key, plan, letters, passes, disk)
+        source = Source(name, piece.key, plan, letters, passes, self._disk)
         made = CompiledPiece(source, whole(limits), self.level)
         made.compile_ahead(exact, sizes)
         return made
+
+    @property
+    def _disk(self) -> Disk | None:
+        """What keeps compiled code, if it is to be kept."""
+        return disk_of(os.environ) if self.split.traced.options.cache else None
 
     def executable(
         self, fns: tuple[InstructionFn, ...], compiled: tuple[CompiledPiece, ...] = (),

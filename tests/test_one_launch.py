@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, fx
 
 import fngraph as fg
 from fngraph import one_launch
+from fngraph.compile.disk import Disk
 from fngraph.core.program import run_program
 from fngraph.fx.nodes import op_name, results_of
 from fngraph.fx.pieces.around import split_around
@@ -19,7 +22,7 @@ from fngraph.fx.pieces.code import direct
 from fngraph.models.families import decoder, gemma3, llama, qwen2, qwen3
 from fngraph.models.families.rope import rotation
 from fngraph.models.weights import naming
-from fngraph.ops.megakernel import _loaded
+from fngraph.ops.megakernel import _loaded, image
 
 SMALL: Any = {"vocab_size": 5000, "num_layers": 3, "num_heads": 8, "num_kv_heads": 2, "dim": 512,
               "mlp_dim": 1024}  # fmt: skip
@@ -519,8 +522,8 @@ def test_which_keys_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
         if program is executable.one_launch.program:
             ran.append((str(mode), *descriptor[:3]))
     assert sorted(ran) == [("FULL", 1, 1, 1), ("FULL", 2, 2, 1), ("FULL", 3, 3, 1)]
-    assert sorted(decoder.tokens for decoder, _ in launches) == [1, 2, 3]
-    for made, tensors in launches:
+    assert sorted(decoder.tokens for decoder, *_ in launches) == [1, 2, 3]
+    for made, tensors, _ in launches:
         assert made == executable.one_launch.decoder._replace(tokens=made.tokens)
         assert tensors[one_launch.FIRST].data_ptr() == params.layers[0].attn_norm.data_ptr()
         assert tensors[made.operands - 1].data_ptr() == batch.logits_indices.data_ptr()
@@ -561,6 +564,47 @@ def test_how_many_tokens_fit(name: str) -> None:
     made = one_launch.Decoder(*shape, 16, False, 1e-5, 1e-5, 1.0, (1, 1, 1))
     assert made.most_tokens(132, 227 * 1024) == most
     assert not made.most_tokens(made.kv_heads - 1, 227 * 1024)
+
+
+def test_code_is_kept_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For who comes later; another for other tokens, devices, sources and versions of NVRTC."""
+    ran: list[tuple[Any, ...]] = []
+    version = [0, 13, 0]
+
+    def compiled(*given: Any) -> bytes:
+        ran.append(given)
+        return str(given).encode()
+
+    monkeypatch.setattr(one_launch, "compiled", compiled)
+    monkeypatch.setattr(image, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda: version))
+    made = one_launch.Decoder(*SHAPES["1B"][0], 16, False, 1e-5, 1e-5, 1.0, (1, 1, 1))
+    disk = Disk(tmp_path / "cache")
+
+    def later(made: Any = made, *rest: Any) -> int:
+        """How often it was compiled by now, where a process begins and asks twice."""
+        kept = one_launch.kept_by.__wrapped__(disk)
+        given = made, *(rest or (132, "sm_90"))
+        assert kept(*given) == kept(*given) == str(given).encode()
+        return len(ran)
+
+    assert [later(), later()] == [1, 1]
+    assert later(made._replace(tokens=2)) == 2
+    assert later(made, 78, "sm_90") == 3
+    assert later(made, 132, "sm_100") == 4
+    version[1] = 14
+    assert later() == 5
+    other = tmp_path / "decoder.cu"
+    other.write_text("// other code")
+    monkeypatch.setattr(image, "SOURCE", other)
+    assert [later(), later()] == [6, 6]
+    assert {entry.facts["name"] for entry in disk.entries()} == {"a decoder in one launch"}
+    disk.path(disk.entries()[0].digest).write_bytes(b"damaged")
+    with pytest.warns(RuntimeWarning, match="is not used"):
+        later()
+    assert len(ran) == 7
+    without = one_launch.kept_by.__wrapped__(None)
+    assert without(made, 132, "sm_90") == without(made, 132, "sm_90")
+    assert len(ran) == 8
 
 
 def test_a_cpu_has_no_use_for_it() -> None:
@@ -690,9 +734,18 @@ def test_a_request_of_no_tokens(ran: Any) -> None:
         assert torch.equal(x, old)
 
 
+@pytest.fixture
+def few(ran_few: Any) -> Any:
+    """As `ran`, of up to four requests, over caches that are alike."""
+    steps, old = ran_few
+    for _, cache in steps:
+        for x, y in zip((x for kv in cache for x in kv), (y for kv in old for y in kv)):
+            x.copy_(y)
+    return steps
+
+
 @pytest.fixture(scope="module", params=NAMES)
-def few(request: pytest.FixtureRequest) -> Any:
-    """As `ran`, of up to four requests."""
+def ran_few(request: pytest.FixtureRequest) -> Any:
     family, config = family_and_config(request.param)
     params = params_of(family, config, "cuda")
     steps = []
@@ -704,7 +757,7 @@ def few(request: pytest.FixtureRequest) -> Any:
         counts = steps[0][0][fg.BatchDescriptor(n, n, query_len=1)].counts
         assert any("megakernel" in name for name, _ in counts.names)
         assert not any("attention" in name or "split" in name for name, _ in counts.names)
-    return steps
+    return steps, cache_of(config, "cuda")
 
 
 FEW = ((5, 300), (128, 129), (1, 2300), (2000,), (17, 128, 129, 513), (2000, 1, 1, 1),
@@ -750,13 +803,10 @@ def test_requests_know_nothing_of_one_another(few: Any) -> None:
     assert torch.equal(*logits)
     batch = batch_of_some((50, 30, 30), "cuda")
     want = step(cache, batch)[1].clone()
-    kept = [x.clone() for kv in cache for x in kv]
     for kv in cache:
         for x in kv:
             x[batch.block_tables[1, 0], 0] = float("nan")
-    got = step(cache, batch)[1].clone()
-    for x, old in zip((x for kv in cache for x in kv), kept):
-        x.copy_(old)
+    got = step(cache, batch)[1]
     assert torch.equal(got[0], want[0]) and torch.equal(got[2], want[2]) and got[1].isnan().all()
 
 
@@ -768,9 +818,9 @@ def test_memory_of_a_multiprocessor_is_as_reckoned(name: str, tokens: int) -> No
     family, config = family_and_config(name)
     stage, *_ = traced(family, config)
     made = found_in(stage).decoder._replace(tokens=tokens)
-    device = torch.device("cuda", 0)
-    programs = torch.cuda.get_device_properties(device).multi_processor_count
-    assert _loaded(made, 0).shared == made.shared(programs)
+    torch.zeros(1, device="cuda")  # a context, for who comes first
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    assert _loaded(made, 0, image.compiled).shared == made.shared(programs)
 
 
 @pytest.mark.gpu

@@ -21,132 +21,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fngraph.errors import CaptureError, PackageError
+from fngraph.errors import CaptureError
+from fngraph.ops.megakernel.image import WHAT, Image, compiled
+from fngraph.ops.megakernel.shapes import FIRST, WARPS, Decoder
 from fngraph.ops.side_by_side import as_one, why_apart
 from fngraph.ops.triton.launching import processors, shared_bytes
 from fngraph.torch_facts.driver import checked, driver_for, relaxed
-
-WHAT = "a decoder in one launch"
-SOURCE = Path(__file__).with_name("decoder.cu")  # includes the *.cuh beside it
-WARPS, RING = 8, 32  # as in products.cuh
-MOST_TOKENS = 4  # a tile of 16 rows has two for each, of which a lane holds those of one token
-FIRST = 7  # operands before those of the first layer
-
-
-class Decoder(NamedTuple):
-    """What the kernel is compiled for, and numbers that it is called with.
-
-    Attributes:
-        width: of the residual stream.
-        heads, kv_heads, head_dim: of attention.
-        mlp: columns of the gate.
-        layers: how many there are.
-        words: of the vocabulary.
-        block: tokens of a block of the cache.
-        normed: whether heads of q and k have norms.
-        eps: of the norms, and `head_eps` of those of heads.
-        scale: of scores.
-        weights: how many of them make up the matrix of q, k and v, that of the gate and the sum
-            behind it, and the head, which lie side by side.
-        chosen: whether the last operand says of which token each row of logits is, int64.
-        tokens: of a step, each of another request, in order.
-    """
-
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
-    layers: int
-    words: int
-    block: int
-    normed: bool
-    eps: float
-    head_eps: float
-    scale: float
-    weights: tuple[int, ...]
-    chosen: bool = False
-    tokens: int = 1
-
-    @property
-    def in_layer(self) -> int:
-        """Operands of a layer."""
-        return sum(self.weights[:2]) + 6 + 2 * self.normed
-
-    @property
-    def operands(self) -> int:
-        """How many there are."""
-        return FIRST + self.layers * self.in_layer + 1 + self.weights[2] + self.chosen
-
-    def refusal(self) -> str | None:
-        """Why no kernel is compiled for these shapes, or None."""
-        inputs = {self.width: "the model", self.heads * self.head_dim: "attention", self.mlp: "mlp"}
-        rows = (self.width, self.mlp, self.words)
-        for columns, whose in inputs.items():
-            if columns % (64 * WARPS):
-                return f"{columns} columns of {whose} are no multiple of {64 * WARPS}"
-            loads = columns // (32 * WARPS)  # of a row: more than the ring are read by parts
-            if loads > RING and not any(loads % n == 0 for n in range(8, RING + 1, 2)):
-                return f"{columns} columns of {whose} have no parts of 8 to {RING} loads"
-        if any(n % 8 for n in rows):
-            return f"one of {rows} rows is no multiple of 8"
-        if self.width > 32 * RING * WARPS:
-            return f"{self.width} columns of the model are more than {32 * RING * WARPS}"
-        if self.head_dim not in (64, 128):
-            return f"heads of {self.head_dim} are neither of 64 nor of 128"
-        if self.heads > 8 * self.kv_heads:
-            return f"more than 8 of {self.heads} heads share one of {self.kv_heads} kv heads"
-        return None
-
-    def refusal_on(self, device: torch.device) -> str | None:
-        """Why it cannot run on a device, or None."""
-        if device.type != "cuda" or torch.version.cuda is None:
-            return f"it runs on NVIDIA GPUs, and the weights are on {device}"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (9, 0):
-            return "it runs on compute capability 9.0 and later, and {}.{} is here".format(
-                *capability
-            )
-        if importlib.util.find_spec("cuda") is None or not importlib.util.find_spec(
-            "cuda.bindings"
-        ):
-            return "cuda.bindings is not installed: pip install cuda-bindings"
-        if not self.most_tokens(processors(device), shared_bytes(device)):
-            return "its kv heads are more than there are multiprocessors, or have too little memory"
-        return None
-
-    def most_tokens(self, programs: int, memory: int) -> int:
-        """The most of a step that a device can have, of so many multiprocessors and bytes of their
-        own memory; 0: none."""
-        of_warp = -(-self.width // (128 * WARPS))  # pairs of words that a lane reads at once
-        fit = [n for n in range(1, MOST_TOKENS + 1)
-               if n * self.kv_heads <= programs and (n == 1 or n * of_warp <= 8)
-               and self._replace(tokens=n).shared(programs) <= memory]  # fmt: skip
-        return max(fit, default=0)
-
-    def shared(self, programs: int) -> int:
-        """Bytes of `Shared` in attention.cuh."""
-
-        def rows(n: int) -> int:
-            return -(-n // (8 * programs)) * 8
-
-        own, sharing = rows(self.width), self.heads // self.kv_heads
-        qkv = rows((self.heads + 2 * self.kv_heads) * self.head_dim)
-        parts = 2 * WARPS * max(128, own, qkv, 2 * rows(self.mlp))
-        columns = max(self.width, self.mlp, self.heads * self.head_dim)
-        of_token = 4 * (parts + 2 * WARPS + own) + 2 * columns
-        keys = 2 * WARPS * 16 * (self.head_dim + 8)
-        staged = 2 * (2 * keys + sharing * (self.head_dim + 8) + 2 * self.head_dim)
-        return self.tokens * of_token + staged + 4 * 2 * WARPS * 8 + 80 * self.layers
 
 
 class Operands(NamedTuple):
@@ -188,7 +75,7 @@ def parted(decoder: Decoder, tensors: Sequence[Tensor]) -> Operands:
         gates = _whole(f"the gate of layer {i}", gate_up)
         layers.append((norm, whole, q_norm, k_norm, out, mlp_norm, gates, down, k, v))
     (norm,), head, chosen = take(1), take(in_head), take(decoder.chosen)
-    made = Operands(step, tuple(layers), norm, _whole("the head", head), *(chosen or [None]))
+    made = Operands(step, tuple(layers), norm, _whole("the head", head), *(chosen or (None,)))
     named = [("the step", x) for x in (*step, *chosen)] + [
         ("the last norm", norm),
         ("the head", made.head),
@@ -234,17 +121,20 @@ class Launch:
 
     Args:
         tensors: as `parted` takes them; those of the step itself are looked at in each call.
+        image: what gives the kernel's code: `compiled`, or what keeps that.
 
     Raises:
         CaptureError: they do not lie as the kernel reads them, or it cannot be made.
         PackageError: NVRTC is missing.
     """
 
-    def __init__(self, decoder: Decoder, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, decoder: Decoder, tensors: Sequence[Tensor], image: Image | None = None
+    ) -> None:
         operands = parted(decoder, tensors)
         device = operands.head.device
         self.decoder = decoder
-        self._kernel = _loaded(decoder, _index(device))
+        self._kernel = _loaded(decoder, _index(device), image or compiled)
         self._norm, self._head = operands.norm, operands.head
         pointers = [[0 if t is None else t.data_ptr() for t in of] for of in operands.layers]
         self._layers = torch.tensor(pointers, dtype=torch.int64, device=device)
@@ -316,7 +206,7 @@ def _index(device: torch.device) -> int:
 
 
 @functools.cache
-def _loaded(decoder: Decoder, index: int) -> _Kernel:
+def _loaded(decoder: Decoder, index: int, image: Image) -> _Kernel:
     """The kernel on that device; its module stays loaded.
 
     Raises:
@@ -325,7 +215,7 @@ def _loaded(decoder: Decoder, index: int) -> _Kernel:
     driver = driver_for(WHAT)
     device = torch.device("cuda", index)
     capability = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    image = compiled(decoder, processors(device), capability)
+    code = image(decoder, processors(device), capability)
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
     def number(name: bytes) -> int:
@@ -337,7 +227,7 @@ def _loaded(decoder: Decoder, index: int) -> _Kernel:
 
     try:
         with torch.cuda.device(device), relaxed(driver):
-            (module,) = checked(driver, driver.cuModuleLoadData(image), "cannot load it")
+            (module,) = checked(driver, driver.cuModuleLoadData(code), "cannot load it")
             found = driver.cuModuleGetFunction(module, b"megakernel")
             (function,) = checked(driver, found, "cannot find it")
             kernel = _Kernel(function, number(b"shared_bytes"), number(b"words_of_step"))
@@ -348,48 +238,3 @@ def _loaded(decoder: Decoder, index: int) -> _Kernel:
     except RuntimeError as error:
         raise CaptureError(f"{WHAT}: {error}") from error
     return kernel
-
-
-@functools.cache
-def compiled(decoder: Decoder, programs: int, capability: str) -> bytes:
-    """The kernel for so many multiprocessors of "sm_90", say.
-
-    Raises:
-        CaptureError: NVRTC refuses it. PackageError: there is no NVRTC.
-    """
-    try:
-        from cuda.bindings import nvrtc
-
-        beside = sorted(SOURCE.parent.glob("*.cuh"))
-        texts, names = [x.read_bytes() for x in beside], [x.name.encode() for x in beside]
-        source = SOURCE.read_bytes()
-        _, made = nvrtc.nvrtcCreateProgram(source, b"decoder.cu", len(names), texts, names)
-    except (ImportError, RuntimeError) as error:  # the second: no library under the bindings
-        raise PackageError(
-            f"{WHAT} needs NVRTC: pip install cuda-bindings nvidia-cuda-nvrtc ({error})"
-        ) from error
-    options = [f"--gpu-architecture={capability}", "--std=c++20", "-default-device",
-               *macros(decoder, programs)]  # fmt: skip
-    try:
-        (status,) = nvrtc.nvrtcCompileProgram(made, len(options), [x.encode() for x in options])
-        if int(status):
-            log = bytearray(nvrtc.nvrtcGetProgramLogSize(made)[1])
-            nvrtc.nvrtcGetProgramLog(made, log)
-            said = log.decode(errors="replace").strip("\0 \n")
-            raise CaptureError(f"{WHAT}: NVRTC does not compile it: {said}")
-        image = bytearray(nvrtc.nvrtcGetCUBINSize(made)[1])
-        nvrtc.nvrtcGetCUBIN(made, image)
-    finally:
-        nvrtc.nvrtcDestroyProgram(made)
-    return bytes(image)
-
-
-def macros(decoder: Decoder, programs: int) -> list[str]:
-    """What `decoder.cu` is compiled by."""
-    values = {
-        "PROGRAMS": programs, "TOKENS": decoder.tokens, "WIDTH": decoder.width,
-        "HEADS": decoder.heads, "KV_HEADS": decoder.kv_heads, "HEAD": decoder.head_dim,
-        "MLP": decoder.mlp, "LAYERS": decoder.layers, "WORDS": decoder.words,
-        "BLOCK": decoder.block, "NORMED": int(decoder.normed),
-    }  # fmt: skip
-    return [f"-D{name}={value}" for name, value in values.items()]

@@ -58,9 +58,8 @@ struct Attention {
   const Step& a;
   Shared& m;
   const u32 step;
-  int request = -1, split, splits, len;
+  int request_ = -1, split_, splits, len;
   long long slot;
-  const int* table;
 
   __device__ __forceinline__ Attention(const Step& a, Shared& m, u32 step)
       : a(a), m(m), step(step) {
@@ -78,15 +77,22 @@ struct Attention {
       have = min(have, MOST_SPLITS);
       const int own = (int)blockIdx.x / KV_HEADS - first;
       if (r == 0 || (own >= 0 && own < have)) {
-        request = own < have ? r : -1;
-        split = own, splits = have, len = lens[r], slot = a.slot[r], table = a.table + r * a.blocks;
+        request_ = own < have ? r : -1;
+        split_ = own, splits = have, len = lens[r], slot = a.slot[r];
       }
       first += have;
     }
   }
   static __device__ __forceinline__ int kv_head() { return blockIdx.x % KV_HEADS; }
-  __device__ __forceinline__ bool attends() const { return request >= 0; }
-  __device__ __forceinline__ int first() const { return split * WARPS + (threadIdx.x >> 5); }
+  __device__ __forceinline__ int request() const { return TOKENS > 1 ? request_ : 0; }
+  __device__ __forceinline__ int split() const {
+    return TOKENS > 1 ? split_ : (int)blockIdx.x / KV_HEADS;
+  }
+  __device__ __forceinline__ bool attends() const {
+    return TOKENS > 1 ? request_ >= 0 : split() < splits;
+  }
+  __device__ __forceinline__ const int* table() const { return a.table + request() * a.blocks; }
+  __device__ __forceinline__ int first() const { return split() * WARPS + (threadIdx.x >> 5); }
   __device__ __forceinline__ int turn() const { return splits * WARPS; }
 
   // A turn's cached keys and values into shared memory, zeros in the place of the new ones.
@@ -100,7 +106,7 @@ struct Attention {
       size_t at = 0;
       bool cached = key < len;
       if (cached) {
-        at = (size_t)table[key / BLOCK] * BLOCK + key % BLOCK;
+        at = (size_t)table()[key / BLOCK] * BLOCK + key % BLOCK;
         cached = (long long)at != slot;
       }
       at = cached ? (at * KV_HEADS + kv_head()) * HEAD + d : 0;
@@ -118,7 +124,8 @@ struct Attention {
   // Its split's outputs and their weights, of the words of q, k and v; the new key into the cache.
   __device__ __forceinline__ void attend(const Layer& y, const u64* qkv, u64* outs, u64* logs,
                                          u64* merged) {
-    qkv += request * QKV, outs += request * OUTS, logs += request * LOGS, merged += request * SPLIT;
+    qkv += request() * QKV, outs += request() * OUTS, logs += request() * LOGS;
+    merged += request() * SPLIT;
     const bool alone = TOKENS > 1 && splits == 1;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     constexpr int OF_HEAD = HEAD / 4, HALF = HEAD / 2;  // threads: two pairs each
@@ -127,8 +134,8 @@ struct Attention {
       const int h = in ? i / OF_HEAD : 0, d = i % OF_HEAD * 2;
       const bool is_k = h == SHARE;
       const u64* p = qkv + ((is_k ? (HEADS + kv_head()) : (kv_head() * SHARE + h)) * HEAD + d) / 2;
-      const u32 c = *(const u32*)(a.cos + request * HALF + d),
-                s = *(const u32*)(a.sin + request * HALF + d);
+      const u32 c = *(const u32*)(a.cos + request() * HALF + d),
+                s = *(const u32*)(a.sin + request() * HALF + d);
       u32 g = 0, f = 0;
       if constexpr (NORMED) {
         const u16* norm = is_k ? y.k_norm : y.q_norm;
@@ -165,7 +172,7 @@ struct Attention {
       *(u32*)(m.new_v + 2 * i) = (u32)x;
     }
     __syncthreads();
-    if (split == 0 && slot >= 0 && thread < HALF) {
+    if (split() == 0 && slot >= 0 && thread < HALF) {
       const size_t at = ((size_t)slot * KV_HEADS + kv_head()) * HEAD + 2 * thread;
       *(u32*)(y.k_cache + at) = *(u32*)(m.new_k + 2 * thread);
       *(u32*)(y.v_cache + at) = *(u32*)(m.new_v + 2 * thread);
@@ -179,7 +186,7 @@ struct Attention {
       __syncwarp();
       const int key = chunk * KEYS + lane;
       const bool is_new =
-          lane < KEYS && key < len && (long long)table[key / BLOCK] * BLOCK + key % BLOCK == slot;
+          lane < KEYS && key < len && (long long)table()[key / BLOCK] * BLOCK + key % BLOCK == slot;
       for (u32 left = __ballot_sync(~0u, is_new); left; left &= left - 1) {
         const int row = __ffs(left) - 1;
         for (int d = lane * 2; d < HEAD; d += 64) {
@@ -260,9 +267,10 @@ struct Attention {
       }
       const float by = len ? 1.f / all : 0.f;
       const int of = kv_head() * SHARE + h;
-      put((alone ? merged : outs + split * SPLIT) + (of * HEAD + d) / 2, pack(o0 * by, o1 * by),
+      put((alone ? merged : outs + split() * SPLIT) + (of * HEAD + d) / 2, pack(o0 * by, o1 * by),
           step);
-      if (!alone && d == 0) put(logs + split * HEADS + of, __float_as_uint(top + log2f(all)), step);
+      if (!alone && d == 0)
+        put(logs + split() * HEADS + of, __float_as_uint(top + log2f(all)), step);
     }
     if (splits > DIRECT) merge(outs, logs, merged);
   }
@@ -271,8 +279,8 @@ struct Attention {
   __device__ __forceinline__ void merge(const u64* outs, const u64* logs, u64* merged) {
     constexpr int HALF = HEAD / 2, ALL = SHARE * HALF, AT_ONCE = 32 / MOST_SPLITS;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, s = lane % MOST_SPLITS;
-    const int each = (ALL + splits - 1) / splits, end = min((split + 1) * each, ALL);
-    for (int at = split * each + warp * AT_ONCE; at < end; at += WARPS * AT_ONCE) {
+    const int each = (ALL + splits - 1) / splits, end = min((split() + 1) * each, ALL);
+    for (int at = split() * each + warp * AT_ONCE; at < end; at += WARPS * AT_ONCE) {
       const int word = at + lane / MOST_SPLITS, of = kv_head() * SHARE + word / HALF,
                 of_split = kv_head() * ALL + word;
       const bool in = word < end && s < splits;

@@ -58,11 +58,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < N; i++)
       gain[i] = i < have ? *(const uint2*)(norm + at + i * 128) : make_uint2(0, 0);
     if (words)
-      gather<TOKENS * N>(
-          [&](int i) {
-            return i % N < have ? words + source(i / N) * SUM + at / 2 + i % N * 64 : nullptr;
-          },
-          x, y, step);
+      gather<TOKENS * N>([&](int i) { return i % N < have; },
+                         [&](int i) { return words + source(i / N) * SUM + at / 2 + i % N * 64; },
+                         x, y, step);
     else
 #pragma unroll
       for (int i = 0; i < TOKENS * N; i++) {
@@ -193,6 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     });
     Input<STEPS> x(m.input[warp]);
     __syncthreads();
+    const float scale = norm_scale(0);  // of the first token
     float acc[2][2][4] = {};
 #pragma unroll 1
     for (int r = 0; r < ROUNDS; r++) {
@@ -211,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           const int group = program + (r / AT_ONCE * AT_ONCE * GROUPS + (row >> 3)) * PROGRAMS;
           if (group < Head::GROUPS)
             a.logits[(size_t)t * WORDS + group * 8 + (row & 7)] =
-                (u16)pack(total(m.parts[t][0], ROWS, row) * norm_scale(t), 0.f);
+                (u16)pack(total(m.parts[t][0], ROWS, row) * (t ? norm_scale(t) : scale), 0.f);
         }
         __syncthreads();
       }

@@ -123,20 +123,18 @@ __device__ __forceinline__ void take(const u64* words, u16 (*input)[INPUT], u32 
   constexpr int MINE = COLUMNS / WARPS, CHUNKS = MINE / 4, N = (CHUNKS + 31) / 32, ALL = N * TOKENS,
                 M = ALL < 8 ? ALL : 8;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  words += warp * (MINE / 2) + lane * 2;
 #pragma unroll
   for (int n = 0; n < ALL; n += M) {
     u64 a[M], b[M];
-    auto chunk = [&](int i) { return (n + i) % N * 32 + lane; };
-    auto has = [&](int i) { return n + i < ALL && chunk(i) < CHUNKS; };
-    gather<M>(
-        [&](int i) {
-          const u64* row = words + (n + i) / N * (COLUMNS / 2) + warp * (MINE / 2);
-          return has(i) ? row + chunk(i) * 2 : nullptr;
-        },
-        a, b, step);
+    auto has = [&](int i) { return n + i < ALL && (n + i) % N * 32 + lane < CHUNKS; };
+    auto at = [&](int i) { return words + (n + i) / N * (COLUMNS / 2) + (n + i) % N * 64; };
+    gather<M>(has, at, a, b, step);
 #pragma unroll
     for (int i = 0; i < M; i++)
-      if (has(i)) *(uint2*)&input[(n + i) / N][chunk(i) * 4] = make_uint2((u32)a[i], (u32)b[i]);
+      if (has(i))
+        *(uint2*)&input[(n + i) / N][((n + i) % N * 32 + lane) * 4] =
+            make_uint2((u32)a[i], (u32)b[i]);
   }
   __syncwarp();
 }

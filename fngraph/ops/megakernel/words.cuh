@@ -52,14 +52,14 @@ __device__ __forceinline__ void look(const u64* p, u64& a, u64& b) {
 }
 __device__ __forceinline__ bool is_of(u64 v, u32 step) { return (u32)(v >> 32) == step; }
 
-// N pairs of words of a lane, `at(i)` each, null where it has none: all are asked for at once, then
-// those that were early.
-template <int N, class At>
-__device__ __forceinline__ void gather(At at, u64 (&a)[N], u64 (&b)[N], u32 step) {
+// N pairs of words of a lane, at `at(i)` where `has(i)`: all are asked for at once, then those that
+// were early.
+template <int N, class Has, class At>
+__device__ __forceinline__ void gather(Has has, At at, u64 (&a)[N], u64 (&b)[N], u32 step) {
 #pragma unroll
   for (int i = 0; i < N; i++) {
     a[i] = b[i] = (u64)step << 32;
-    if (const u64* p = at(i)) look(p, a[i], b[i]);
+    if (has(i)) look(at(i), a[i], b[i]);
   }
   u32 looks = 0;
   for (bool more = true; more;) {

@@ -111,14 +111,10 @@ struct Attention {
       }
       at = cached ? (at * KV_HEADS + kv_head()) * HEAD + d : 0;
       const u32 bytes = cached ? 16 : 0;  // else zeros
-      const u32 k = __cvta_generic_to_shared(&m.k[half][warp][row][d]),
-                v = __cvta_generic_to_shared(&m.v[half][warp][row][d]);
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(k), "l"(y.k_cache + at),
-                   "r"(bytes));
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(v), "l"(y.v_cache + at),
-                   "r"(bytes));
+      copy_later(&m.k[half][warp][row][d], y.k_cache + at, bytes);
+      copy_later(&m.v[half][warp][row][d], y.v_cache + at, bytes);
     }
-    asm volatile("cp.async.commit_group;");
+    end_group();
   }
 
   // Its split's outputs and their weights, of the words of q, k and v; the new key into the cache.
@@ -182,7 +178,7 @@ struct Attention {
     const int n = lane >> 2, pair = (lane & 3) * 2, head = n < SHARE ? n : 0;
     int half = 0;
     for (int chunk = first(); chunk * KEYS < len; chunk += turn(), half ^= 1) {
-      asm volatile("cp.async.wait_group 1;");
+      wait_but<1>();
       __syncwarp();
       const int key = chunk * KEYS + lane;
       const bool is_new =
@@ -240,7 +236,7 @@ struct Attention {
       __syncwarp();
       fetch(y, chunk + 2 * turn(), half);
     }
-    asm volatile("cp.async.wait_all;");
+    wait_but<0>();
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     if (pair == 0) m.highest[warp][n] = highest, m.sums[warp][n] = sum;

@@ -15,10 +15,9 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     megakernel(const __grid_constant__ Step a) {
-  extern __shared__ __align__(16) char memory[];
-  Shared& m = *(Shared*)memory;
+  Shared& m = own<Shared>();
   const int program = blockIdx.x, thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  const u32 step = *(volatile u32*)a.number;
+  const u32 step = look(a.number);
   for (int i = thread; i < LAYERS * (int)(sizeof(Layer) / 8); i += THREADS)
     ((u64*)m.layers)[i] = ((const u64*)a.layers)[i];
   __syncthreads();
@@ -32,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int i = program * THREADS + thread; i < LAYERS * 2 * LINES; i += PROGRAMS * THREADS) {
     const Layer& y = m.layers[i / (2 * LINES)];
     const u16* p = (i % (2 * LINES) < LINES ? y.norm : y.mlp_norm) + i % LINES * 64;
-    asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(p));
+    prefetch(p);
   }
 
   uint4 ring[RING];
@@ -88,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncwarp();
   };
-  auto own = [](int t) { return t; };
+  auto same = [](int t) { return t; };
   auto norm_scale = [&](int t) {
     float sum = 0.f;
 #pragma unroll
@@ -128,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // q, k, v
     const u16* out_from = Out::begin(y.out);
     fill<Qkv, Out>(ring, out_from, Out::room());
-    take_normed(before, y.norm, own);
+    take_normed(before, y.norm, same);
     run<Qkv, Out>(ring, from, out_from, Out::room(), m.input[warp],
                   m.parts[0][side] + warp * Qkv::ROWS);
     __syncthreads();
@@ -150,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // gate and up
     const u16* down_from = Down::begin(y.down);
     fill<GateUp, Down>(ring, down_from, Down::room());
-    take_normed(mid, y.mlp_norm, own);
+    take_normed(mid, y.mlp_norm, same);
     run<GateUp, Down>(ring, gate_from, down_from, Down::room(), m.input[warp],
                       m.parts[0][side] + warp * GateUp::ROWS);
     __syncthreads();
@@ -217,11 +216,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   }
   if (program == 0 && thread == 0) {  // a program that has no rows may not have begun yet
-    volatile u32* number = a.number;
-    for (u32 looks = 0; number[1] != PROGRAMS;)
+    for (u32 looks = 0; look(a.number + 1) != PROGRAMS;)
       if (++looks > PATIENCE) __trap();
     __threadfence();
-    number[1] = 0;
-    number[0] = step + 1 ? step + 1 : 1;  // 0 is what words begin with
+    a.number[1] = 0;
+    a.number[0] = step + 1 ? step + 1 : 1;  // 0 is what words begin with
   }
 }

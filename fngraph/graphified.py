@@ -107,9 +107,10 @@ def graphify(
         passes: rewrites of the traced graph, in order: names of `fg.passes.PASSES`, functions of an
             `fx.Graph`, `...` for those of the level, "all" for all; None: those of the level, none
             at compile="none". `Traced` prints how often each matched.
-        megakernel: whether FULL keys of one token and request run a decoder's layers and head as
-            one launch, where passes have fused them and the GPU is of compute capability 9.0 or
-            later: docs/compile.md. `Compiled` prints it; `Lowered.one_launch` says why not.
+        megakernel: whether FULL keys of up to four requests, a token each, run a decoder's layers
+            and head as one launch, where passes have fused them and the GPU is of compute
+            capability 9.0 or later: docs/compile.md. `Compiled` prints it; `Lowered.one_launch`
+            says why not.
         compile: "none": pieces run op by op, as they were traced. "pieces": Inductor compiles each
             distinct piece once, its sizes symbols. "once": the whole function at once, for all
             sizes; only without primitives. "stock": it is under `torch.compile`, with its guards;

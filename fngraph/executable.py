@@ -158,16 +158,26 @@ class Executable:
     ) -> tuple[Program, tuple[InstructionFn, ...]]:
         """What a key runs, over these inputs, with its callables."""
         mode, descriptor = key
-        one = self.one_launch
-        if one is None or mode is not Mode.FULL or not one.serves(descriptor):
-            return self.program, self.fns
-        try:
-            return one.program, one.over(inputs, descriptor.num_tokens)
-        except (CaptureError, PackageError) as error:
-            _warn(
-                f"{mode} {descriptor}: layers run kernel by kernel, and not as one launch: {error}"
-            )
+        if (one := self.one_launch_of(key)) is not None:
+            try:
+                return one.program, one.over(inputs, descriptor.num_tokens)
+            except (CaptureError, PackageError) as error:
+                _warn(
+                    f"{mode} {descriptor}: layers run kernel by kernel, and not as one launch: "
+                    f"{error}"
+                )
         return self.program, self.fns
+
+    def one_launch_of(self, key: Key) -> OneLaunch | None:
+        """What a key runs in the place of `program`, unless its kernel cannot be made."""
+        (mode, descriptor), one = key, self.one_launch
+        serves = one is not None and mode is Mode.FULL and one.layers.serves(descriptor)
+        return one if serves else None
+
+    def compiled_of(self, key: Key) -> tuple[CompiledPiece, ...]:
+        """The compiled pieces of a key."""
+        one = self.one_launch_of(key)
+        return self.compiled if one is None else one.compiled
 
     @property
     def reads(self) -> set[int]:

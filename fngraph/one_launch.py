@@ -27,6 +27,7 @@ from torch import fx
 
 from fngraph.compile.disk import Disk, Kept
 from fngraph.compile.key import digest_of
+from fngraph.compile.piece import CompiledPiece
 from fngraph.core import BatchDescriptor
 from fngraph.core.program import Program
 from fngraph.fx.nodes import is_loop, op_name, results_of
@@ -60,17 +61,12 @@ class Layers:
     most: int
 
     def serves(self, descriptor: BatchDescriptor) -> bool:
-        """Whether a FULL key runs it."""
-        return serves(self.most, descriptor)
+        """Whether a FULL key runs it: one of few requests that bring a token each."""
+        tokens, reqs, query_len, *_ = descriptor
+        return tokens == 1 or (tokens <= self.most and reqs == tokens and query_len == 1)
 
     def __repr__(self) -> str:
         return f"Layers({self.decoder.layers} layers and the head, in one launch)"
-
-
-def serves(most: int, descriptor: BatchDescriptor) -> bool:
-    """Whether a FULL key is of `most` requests or less that bring a token each."""
-    tokens, reqs, query_len, *_ = descriptor
-    return tokens == 1 or (tokens <= most and reqs == tokens and query_len == 1)
 
 
 def find_layers(graph: Graph, outputs: Sequence[int]) -> Layers | str:
@@ -105,25 +101,25 @@ def find_layers(graph: Graph, outputs: Sequence[int]) -> Layers | str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OneLaunch:
-    """A program with its callables, for keys of a few requests that bring a token each.
+    """The program around a decoder with its callables, for the keys that the decoder serves.
 
     Attributes:
-        most: requests of such a key.
         ahead, behind: the callables, `fn(sizes, host, *tensors) -> tensors`, of the instructions
             around the decoder's, whose own is made for each capture.
+        compiled: pieces among them that were compiled.
         disk: what keeps compiled kernels; None: nothing does.
     """
 
-    decoder: Decoder
-    most: int
-    program: Program
+    layers: Layers
     ahead: tuple[InstructionFn, ...]
     behind: tuple[InstructionFn, ...]
+    compiled: tuple[CompiledPiece, ...]
     disk: Disk | None
 
-    def serves(self, descriptor: BatchDescriptor) -> bool:
-        """Whether a FULL key runs it."""
-        return serves(self.most, descriptor)
+    @property
+    def program(self) -> Program:
+        """Its instructions: what is ahead, the decoder, what is behind."""
+        return self.layers.around.program
 
     def over(self, inputs: Sequence[torch.Tensor], tokens: int) -> tuple[InstructionFn, ...]:
         """All callables, with a launch of so many tokens over these inputs, for which memory is
@@ -135,11 +131,11 @@ class OneLaunch:
         reads = self.program.instructions[len(self.ahead)].reads
         norm = inputs[reads[FIRST]]  # in the place of what is not there yet
         tensors = [inputs[i] if i < self.program.num_inputs else norm for i in reads]
-        decoder = self.decoder._replace(tokens=tokens)
+        decoder = self.layers.decoder._replace(tokens=tokens)
         return (*self.ahead, Launch(decoder, tensors, kept_by(self.disk)), *self.behind)
 
     def __repr__(self) -> str:
-        return f"OneLaunch({self.decoder.layers} layers and the head)"
+        return f"OneLaunch({self.layers.decoder.layers} layers and the head)"
 
 
 @functools.cache

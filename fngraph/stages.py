@@ -173,7 +173,8 @@ class Compiled:
         parts = [as_text(self.passes)] if self.passes else []
         parts += [f"# piece {i}\n{code}" for i, code in enumerate(codes)]
         parts += [loop.as_text() for piece in self.pieces for loop in loops_of(piece.gm)]
-        compiled, keys = self.executable.compiled, self.executable.table
+        keys, own = self.executable.table, self.executable.one_launch
+        compiled = self.executable.compiled + (own.compiled if own is not None else ())
         rows = [row for one in compiled for row in artefact_rows(one)]
         if rows:
             parts.append(table(["piece", "sizes", "was", "ms", "kernels", "generated code"], rows))
@@ -181,14 +182,13 @@ class Compiled:
             uses = [
                 (mode, key, one.name, one.artefact(at["T"], at["R"]).range)
                 for mode, key, at in sizes
-                for one in compiled
+                for one in self.executable.compiled_of((mode, key))
             ]
             parts.append(table(["mode", "key", "compiled", "sizes"], uses))
-        if self.executable.one_launch is not None:
-            one_launch = self.executable.one_launch
-            parts.append(
-                f"FULL keys of {one_launch.most} requests at most, a token each: {one_launch!r}"
-            )
+        if own is not None:
+            most = own.layers.most
+            of = f"{most} requests at most, a token each" if most > 1 else "one token and request"
+            parts.append(f"FULL keys of {of}: {own!r}")
         return "\n\n".join(parts)
 
     def __repr__(self) -> str:
@@ -288,6 +288,7 @@ class Lowered:
                     )
                     of_piece[id(piece)] = made
                     compiled.append(made)
+        around_launch: list[CompiledPiece] = []
         if isinstance(layers := self.one_launch, Layers):
             for i, piece in enumerate((*layers.around.ahead, *layers.around.behind)):
                 if self.level != "none" and isinstance(plan := plan_of(piece.gm), Plan):
@@ -295,7 +296,8 @@ class Lowered:
                     few = Limits(layers.most, layers.most, **self.limits.dims)
                     sizes = [(key.num_tokens, key.num_tokens) for mode, key in self.table
                              if mode is Mode.FULL and layers.serves(key)]  # fmt: skip
-                    of_piece[id(piece)] = self._compiled(name, piece, plan, few, (), sizes)
+                    of_piece[id(piece)] = made = self._compiled(name, piece, plan, few, (), sizes)
+                    around_launch.append(made)
         for call in self.inner.values():
             call.check_shipped()
         functions = self.split.functions if self.level != "none" else {}
@@ -311,9 +313,7 @@ class Lowered:
         if isinstance(layers, Layers):
             around = layers.around
             ahead, behind = (tuple(map(callables.of, x)) for x in (around.ahead, around.behind))
-            one_launch = OneLaunch(
-                layers.decoder, layers.most, around.program, ahead, behind, self._disk
-            )
+            one_launch = OneLaunch(layers, ahead, behind, tuple(around_launch), self._disk)
         made_of = self.executable(tuple(fns), tuple(compiled), one_launch)
         passes = tuple(one.counted() for one in self.split.traced.passes)
         return Compiled(made_of, options, tuple(self.split.distinct), passes)

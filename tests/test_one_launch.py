@@ -23,6 +23,8 @@ from fngraph.models.families import decoder, gemma3, llama, qwen2, qwen3
 from fngraph.models.families.rope import rotation
 from fngraph.models.weights import naming
 from fngraph.ops.megakernel import _loaded, image
+from fngraph.stages import Lowered
+from fngraph.step.capture import kind
 
 SMALL: Any = {"vocab_size": 5000, "num_layers": 3, "num_heads": 8, "num_kv_heads": 2, "dim": 512,
               "mlp_dim": 1024}  # fmt: skip
@@ -522,9 +524,11 @@ def test_which_keys_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
         if program is executable.one_launch.program:
             ran.append((str(mode), *descriptor[:3]))
     assert sorted(ran) == [("FULL", 1, 1, 1), ("FULL", 2, 2, 1), ("FULL", 3, 3, 1)]
+    kinds = {kind(executable, key) for key in executable.table if key[0] is fg.Mode.FULL}
+    assert len(kinds) == 4, "each runs once ahead of its capture: a kernel for each, and the usual"
     assert sorted(decoder.tokens for decoder, *_ in launches) == [1, 2, 3]
     for made, tensors, _ in launches:
-        assert made == executable.one_launch.decoder._replace(tokens=made.tokens)
+        assert made == executable.one_launch.layers.decoder._replace(tokens=made.tokens)
         assert tensors[one_launch.FIRST].data_ptr() == params.layers[0].attn_norm.data_ptr()
         assert tensors[made.operands - 1].data_ptr() == batch.logits_indices.data_ptr()
 
@@ -545,7 +549,8 @@ def test_which_keys_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_keys_of_a_token_each(descriptor: Any, wanted: bool) -> None:
     """A mixed key may bring two tokens of one request."""
-    assert one_launch.serves(4, fg.BatchDescriptor(*descriptor)) == wanted
+    layers: Any = one_launch.Layers(None, None, 4)  # type: ignore[arg-type]
+    assert layers.serves(fg.BatchDescriptor(*descriptor)) == wanted
 
 
 SHAPES = {
@@ -564,6 +569,29 @@ def test_how_many_tokens_fit(name: str) -> None:
     made = one_launch.Decoder(*shape, 16, False, 1e-5, 1e-5, 1.0, (1, 1, 1))
     assert made.most_tokens(132, 227 * 1024) == most
     assert not made.most_tokens(made.kv_heads - 1, 227 * 1024)
+
+
+def test_compiled_pieces_are_those_that_a_key_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the one launch, those ahead and behind, for its sizes; nothing is compiled here."""
+    family, config = family_and_config("llama")
+    stage, *_ = traced(family, config, compile="pieces", passes=None,
+                         sizes=(1, 2, 4), modes="FULL_AND_PIECEWISE")  # fmt: skip
+    monkeypatch.setattr(one_launch.Decoder, "refusal_on", lambda self, device: None)
+    monkeypatch.setattr(one_launch.Decoder, "most_tokens", lambda self, programs, memory: 2)
+    asked = {}
+
+    def compiled(self: Any, name: str, piece: Any, plan: Any, limits: Any, exact: Any, sizes: Any):
+        asked[name] = limits.max_tokens, set(sizes)
+        return SimpleNamespace(name=name, key=piece.key)
+
+    monkeypatch.setattr(Lowered, "_compiled", compiled)
+    executable, own = stage.split().lower().compile().executable, "piece 0 of one launch"
+    for key in executable.table:
+        names = {one.name for one in executable.compiled_of(key)}
+        serves = key[0] is fg.Mode.FULL and key[1].num_tokens <= 2
+        assert names and names <= set(asked), (key, names)
+        assert (own in names, "piece 0" in names) == (serves, not serves)
+    assert asked[own] == (2, {(1, 1), (2, 2)})
 
 
 def test_code_is_kept_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

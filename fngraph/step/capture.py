@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 
 from fngraph.core import (
-    BatchDescriptor,
     BatchSpec,
     Dispatch,
     HostBounds,
@@ -341,15 +340,17 @@ def _cold(keys: Keys, wanted: list[Key]) -> list[Key]:
     """The first of `wanted` of each kind that has not run yet."""
     found: dict[Hashable, Key] = {}
     for key in wanted:
-        found.setdefault(kind(keys.executable, key[1]), key)
+        found.setdefault(kind(keys.executable, key), key)
     return [key for of, key in found.items() if of not in keys.warm]
 
 
-def kind(executable: Executable, descriptor: BatchDescriptor) -> Hashable:
+def kind(executable: Executable, key: Key) -> Hashable:
     """Equal for keys that run the same kernels, as far as one can tell without running them."""
+    _, descriptor = key
     sizes = executable.sizes(descriptor)
-    code = tuple(one.at(sizes["T"], sizes["R"]).artefact.range for one in executable.compiled)
-    return descriptor[CLASS], tuple((n == 1, n % 16 == 0) for n in sizes.values()), code
+    own = executable.one_launch_of(key) is not None and sizes["T"]  # a kernel for each
+    code = tuple(x.at(sizes["T"], sizes["R"]).artefact.range for x in executable.compiled_of(key))
+    return descriptor[CLASS], tuple((n == 1, n % 16 == 0) for n in sizes.values()), code, own
 
 
 def _run_padding(keys: Keys, key: Key) -> None:
@@ -368,7 +369,7 @@ def _run_padding(keys: Keys, key: Key) -> None:
             raise
         program = executable.program_of(key, inputs)
         keys.shared.recorder.warm_up(lambda: run_program(*program, inputs, sizes, host))
-    keys.warm[kind(executable, key[1])] = key
+    keys.warm[kind(executable, key)] = key
 
 
 def overwritten(keys: Keys) -> list[torch.Tensor]:

@@ -255,7 +255,8 @@ class Step(Generic[R]):
             if keys.executable not in self._counted:
                 self.shared.stats.observe_passes(keys.executable.matches)
                 self._counted[keys.executable] = 1
-            for piece in keys.executable.compiled:
+            own = keys.executable.one_launch
+            for piece in (*keys.executable.compiled, *(own.compiled if own else ())):
                 counted = self._counted.get(piece, 0)
                 for one in piece.made[counted:]:
                     kind = CompileKey(piece.name, one.range, one.made.kernels, one.loaded)

@@ -63,7 +63,7 @@ class Layers:
     def serves(self, descriptor: BatchDescriptor) -> bool:
         """Whether a FULL key runs it: one of few requests that bring a token each."""
         tokens, reqs, query_len, *_ = descriptor
-        return tokens == 1 or (tokens <= self.most and reqs == tokens and query_len == 1)
+        return reqs == tokens <= self.most and (tokens == 1 or query_len == 1)
 
     def __repr__(self) -> str:
         return f"Layers({self.decoder.layers} layers and the head, in one launch)"
@@ -78,8 +78,9 @@ def find_layers(graph: Graph, outputs: Sequence[int]) -> Layers | str:
     found = decoder_in(graph.gm.graph)
     if not isinstance(found, Found):
         return found
-    weights: torch.Tensor = found.reads[FIRST].meta["val"]
-    if why := found.decoder.refusal_on(weights.device):
+    norm: torch.Tensor = found.reads[FIRST].meta["val"]
+    device = norm.device
+    if why := found.decoder.refusal_on(device):
         return why
     if collectives_of(graph.gm.graph):  # all processes must run one program for a key
         return "other processes are met"
@@ -93,10 +94,8 @@ def find_layers(graph: Graph, outputs: Sequence[int]) -> Layers | str:
         calls = [n for n in piece.gm.graph.nodes if op_name(n) in PRIMITIVES or is_loop(n)]
         if calls:
             return f"{calls[0]} is a primitive or a loop beside the layers"
-    device = weights.device
-    return Layers(
-        found.decoder, around, found.decoder.most_tokens(processors(device), shared_bytes(device))
-    )
+    most = found.decoder.most_tokens(processors(device), shared_bytes(device))
+    return Layers(found.decoder, around, most)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -380,17 +379,19 @@ class _Walk:
         """Raise unless layers are alike, of the kernel's kinds, and nobody reads within."""
         if len({tuple(sizes(node) for node in layer) for layer in layers}) > 1:
             raise _UnlikeError("layers are of different shapes")
-        weights = reads[: len(reads) - decoder.chosen]
-        for node, wanted in zip(weights, (*_STEP, *[torch.bfloat16] * len(reads))):
+        fixed = reads[: len(reads) - decoder.chosen]
+        for node, wanted in zip(fixed, (*_STEP, *[torch.bfloat16] * len(reads))):
             if dtype_of(node) != wanted:
                 raise _UnlikeError(f"{node} is of {dtype_of(node)}, and the kernel reads {wanted}")
         if sizes(reads[1])[-1] * 2 != decoder.head_dim:
             raise _UnlikeError("angles are not half as many as columns of a head")
         tokens, reqs = sizes(reads[3])[0], sizes(reads[4])[0]
-        rows = {"the layers' input": reads[0], "angles": reads[1]}
+        rows = {"the layers' input": reads[0], "cosines": reads[1], "sines": reads[2]}
         for what, node in rows.items():
             if sizes(node)[0] != tokens or not is_dense(node):
                 raise _UnlikeError(f"{what} are not a row for each token, one behind the other")
+        if decoder.chosen and (len(sizes(reads[-1])) != 1 or not is_dense(reads[-1])):
+            raise _UnlikeError("numbers of rows of logits do not lie one behind the other")
         if sizes(logits)[0] not in (tokens, reqs):
             raise _UnlikeError("logits are not a row for each token, or for each request")
         if len(set(reads)) < len(reads):
@@ -400,7 +401,7 @@ class _Walk:
         for node in self.inside - {logits}:
             if strangers := [n for n in node.users if n not in self.inside]:
                 raise _UnlikeError(f"{node} is read by {strangers[0]} too")
-        if made := [n for n in weights[_MADE:] if n.op not in ("placeholder", "get_attr")]:
+        if made := [n for n in fixed[_MADE:] if n.op not in ("placeholder", "get_attr")]:
             raise _UnlikeError(f"{made[0]} is made in the graph, and should be a leaf")
         if late := [n for n in (*reads[:_MADE], reads[-1]) if n in self.inside]:
             raise _UnlikeError(f"{late[0]} is made within the layers")

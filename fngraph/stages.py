@@ -290,12 +290,12 @@ class Lowered:
                     compiled.append(made)
         around_launch: list[CompiledPiece] = []
         if isinstance(layers := self.one_launch, Layers):
+            sizes = [(key.num_tokens, key.num_tokens) for mode, key in self.table
+                     if mode is Mode.FULL and layers.serves(key)]  # fmt: skip
+            most = max(sizes, default=(0, 0))
             for i, piece in enumerate((*layers.around.ahead, *layers.around.behind)):
-                if self.level != "none" and isinstance(plan := plan_of(piece.gm), Plan):
-                    name = f"piece {i} of one launch"
-                    few = Limits(layers.most, layers.most, **self.limits.dims)
-                    sizes = [(key.num_tokens, key.num_tokens) for mode, key in self.table
-                             if mode is Mode.FULL and layers.serves(key)]  # fmt: skip
+                if sizes and self.level != "none" and isinstance(plan := plan_of(piece.gm), Plan):
+                    name, few = f"piece {i} of one launch", Limits(*most, **self.limits.dims)
                     of_piece[id(piece)] = made = self._compiled(name, piece, plan, few, (), sizes)
                     around_launch.append(made)
         for call in self.inner.values():
@@ -357,7 +357,7 @@ class Lowered:
         made.compile_ahead(exact, sizes)
         return made
 
-    @property
+    @functools.cached_property
     def _disk(self) -> Disk | None:
         """What keeps compiled code, if it is to be kept."""
         return disk_of(os.environ) if self.split.traced.options.cache else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from fngraph.fx.nodes import op_name, results_of
 from fngraph.fx.pieces.around import split_around
 from fngraph.fx.pieces.code import direct
 from fngraph.models.families import decoder, gemma3, llama, qwen2, qwen3
-from fngraph.models.families.rope import rotation
+from fngraph.models.families.rope import rotation, turn_by
 from fngraph.models.weights import naming
 from fngraph.ops.megakernel import _loaded, image
 from fngraph.stages import Lowered
@@ -382,6 +383,46 @@ def test_rows_of_logits_that_are_computed() -> None:
     assert [one.name for one in found.around.program.instructions][:2] == ["piece 0", "run 0"]
 
 
+@fg.struct
+class Paired:
+    """A batch whose rows of logits are a column of a leaf."""
+
+    token_ids: Tensor = fg.buffer("T", "int64")
+    positions: Tensor = fg.buffer("T", "int64")
+    slot_mapping: Tensor = fg.buffer("T", "int64", pad=-1)
+    seq_lens: Tensor = fg.buffer("R", "int32", pad=0)
+    query_start_loc: Tensor = fg.buffer("R + 1", "int32", pad="stride")
+    block_tables: Tensor = fg.buffer("R B", "int32", pad=0)
+    pairs: Tensor = fg.buffer("R 2", "int64", pad=0, min=0)
+    spec: fg.BatchSpec = fg.host()
+
+
+def test_rows_by_numbers_with_gaps() -> None:
+    """The kernel reads one behind the other."""
+    plain = layers_by(_behind, lambda batch: batch.pairs[:, 1])
+
+    def step(params: Any, cache: Any, batch: Paired) -> Any:
+        return plain(params, cache, batch)
+
+    assert "numbers of rows of logits do not lie one behind the other" in of(step)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_angles_with_gaps(which: int) -> None:
+    """Likewise, cosines and sines."""
+
+    def step(params: Any, cache: Any, batch: llama.Batch) -> Any:
+        turns = torch.arange(params.config.head_dim // 2) / 99
+        angle = batch.positions[:, None, None].float() * turns
+        angles = [angle.cos().bfloat16(), angle.sin().bfloat16()]
+        angles[which] = torch.stack(angles, -1)[..., which]
+        x = params.embed[batch.token_ids]
+        x, cache = decoder.all_layers(params, x, turn_by(*angles), cache, batch, llama.attention)
+        return decoder.logits(params, x[batch.logits_indices]), cache
+
+    assert f"{('cosines', 'sines')[which]} are not a row for each token" in of(step)
+
+
 def test_rows_by_narrow_numbers() -> None:
     """The kernel reads int64, which `torch.arange` gives."""
     found = of(layers_by(_behind, lambda batch: batch.query_start_loc[1:] - 1))
@@ -501,7 +542,7 @@ def test_options_that_keep_it_away() -> None:
     assert of(greedy(family.forward), modes="PIECEWISE") == "there are no FULL keys"
 
 
-def test_which_keys_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_keys_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FULL ones of a few requests, a token each; and none where the kernel cannot be made."""
     family, config = family_and_config("llama")
     stage, params, cache = traced(family, config, sizes=(1, 2, 3, 4), modes="FULL_AND_PIECEWISE")
@@ -513,7 +554,10 @@ def test_which_keys_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(5)
     leaves = fg.core.trees.flatten((params, cache, batch))[0]
     inputs = [x for x in leaves if isinstance(x, Tensor)] + list(stage.constants.values())
-    launches: list[Any] = []
+    disk, launches = Disk(tmp_path), list[Any]()
+    executable = dataclasses.replace(
+        executable, one_launch=dataclasses.replace(executable.one_launch, disk=disk)
+    )
     monkeypatch.setattr(
         one_launch, "Launch", lambda *given: launches.append(given) or (lambda *rest: ())
     )
@@ -527,7 +571,8 @@ def test_which_keys_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {kind(executable, key) for key in executable.table if key[0] is fg.Mode.FULL}
     assert len(kinds) == 4, "each runs once ahead of its capture: a kernel for each, and the usual"
     assert sorted(decoder.tokens for decoder, *_ in launches) == [1, 2, 3]
-    for made, tensors, _ in launches:
+    for made, tensors, code in launches:
+        assert code is one_launch.kept_by(disk)
         assert made == executable.one_launch.layers.decoder._replace(tokens=made.tokens)
         assert tensors[one_launch.FIRST].data_ptr() == params.layers[0].attn_norm.data_ptr()
         assert tensors[made.operands - 1].data_ptr() == batch.logits_indices.data_ptr()
@@ -544,7 +589,8 @@ def test_which_keys_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ("descriptor", "wanted"),
     {
         (1, 1, 1): True, (1, 1, None): True, (4, 4, 1): True, (5, 5, 1): False,
-        (2, 2, None): False, (4, 2, 2): False, (2, 1, 2): False, (4, 2, None): False,
+        (2, 2, None): False, (1, 4, None): False, (4, 2, 2): False, (2, 1, 2): False,
+        (4, 2, None): False,
     }.items(),
 )  # fmt: skip
 def test_keys_of_a_token_each(descriptor: Any, wanted: bool) -> None:
@@ -568,6 +614,8 @@ def test_how_many_tokens_fit(name: str) -> None:
     shape, most = SHAPES[name]
     made = one_launch.Decoder(*shape, 16, False, 1e-5, 1e-5, 1.0, (1, 1, 1))
     assert made.most_tokens(132, 227 * 1024) == most
+    if name == "8B":
+        assert made._replace(tokens=2).shared(132) == 230352
     assert not made.most_tokens(made.kv_heads - 1, 227 * 1024)
 
 
@@ -621,18 +669,22 @@ def test_code_is_kept_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert later(made, 132, "sm_100") == 4
     version[1] = 14
     assert later() == 5
-    other = tmp_path / "decoder.cu"
-    other.write_text("// other code")
-    monkeypatch.setattr(image, "SOURCE", other)
-    assert [later(), later()] == [6, 6]
+    for file in image.SOURCE.parent.glob("*.cu*"):
+        shutil.copy(file, tmp_path)
+    monkeypatch.setattr(image, "SOURCE", tmp_path / "decoder.cu")
+    assert later() == 5
+    for n, name in enumerate(("decoder.cu", "attention.cuh"), 6):
+        (tmp_path / name).write_text("// other code")
+        assert [later(), later()] == [n, n]
+    assert "-DTOKENS=2" in image.facts_of(made._replace(tokens=2), 132, "sm_90")["options"]
     assert {entry.facts["name"] for entry in disk.entries()} == {"a decoder in one launch"}
     disk.path(disk.entries()[0].digest).write_bytes(b"damaged")
     with pytest.warns(RuntimeWarning, match="is not used"):
         later()
-    assert len(ran) == 7
+    assert len(ran) == 8
     without = one_launch.kept_by.__wrapped__(None)
     assert without(made, 132, "sm_90") == without(made, 132, "sm_90")
-    assert len(ran) == 8
+    assert len(ran) == 9
 
 
 def test_a_cpu_has_no_use_for_it() -> None:

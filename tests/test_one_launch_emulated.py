@@ -20,6 +20,7 @@ import pytest
 import torch
 from test_one_launch import (
     BLOCK,
+    BLOCKS,
     SMALL,
     batch_of,
     batch_of_some,
@@ -202,6 +203,27 @@ def test_bits_are_the_same_in_any_order(name: str) -> None:
         (logits,), other = of.steps([batch], seed)
         assert torch.equal(logits[:2], want[:2])
         assert all(torch.equal(x, y) for x, y in zip(tensors(cache), tensors(other)))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("rows", [(20, 21, 22, 23), (130, 128, 129, 40)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_request_reads_what_another_writes(name: str, rows: tuple[int, ...]) -> None:
+    """All keys of a step are there before any is read: tokens of one sequence, a request each."""
+    of, table = model(name), torch.randperm(BLOCKS).int()
+    at = torch.tensor(rows) - 1
+    batch = dataclasses.replace(
+        batch_of_some((20, 30, 40, 50), "cpu"), positions=at, seq_lens=at.int() + 1,
+        block_tables=table.repeat(4, 1), slot_mapping=table[at // BLOCK] * BLOCK + at % BLOCK,
+    )  # fmt: skip
+    for seed in (0, 1):
+        (logits,), cache = of.steps([batch], seed)
+        want, exact = of.bare(batch, of.cache, wide=True)
+        bare, _ = of.bare(batch, of.cache)
+        for got, one, other in zip(logits, want, bare):
+            assert error(got, one) < 2 * error(other, one)
+        for x, y in zip(tensors(cache), tensors(exact)):
+            assert error(x, y) < 0.03
 
 
 @pytest.mark.sampled(1)

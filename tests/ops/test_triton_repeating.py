@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,23 +134,53 @@ def test_launches_are_made_on_their_own_device(monkeypatch: pytest.MonkeyPatch):
 
 def test_addresses_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(repeating, "current_device", lambda: 0)
-    asked, empty, seen = [], torch.empty, []
-    monkeypatch.setattr(
-        torch, "empty", lambda *a, **k: (asked.append(empty(*a, **k)), asked[-1])[1]
-    )
+    empty, seen = torch.empty, []
     x, y = torch.zeros(16), torch.zeros(16)
     with Launches([x]) as made:
         one, two = x.new_empty(75), x.new_empty(10)
         made.add(lambda *given: seen.append(given), [x[4:], one, two[3:], 7])
     made.close()
     made._device = 0  # as if they were on a GPU: launched by address
-    asked.clear()  # else their memory is held
-    for z in (x, x, y, y, x):
+    rooms, filled = [empty(1024, dtype=torch.uint8) for _ in range(2)], []
+    fill = repeating._filled
+    monkeypatch.setattr(repeating, "_filled", lambda *given: (filled.append(1), fill(*given))[1])
+    for z, room, anew in ((x, 0, 1), (x, 0, 0), (y, 0, 1), (y, 1, 1), (y, 1, 0), (x, 1, 1)):
+        monkeypatch.setattr(torch, "empty", lambda *a, n=room, **k: rooms[n])
         made.again([z])
-        room = asked[-1]
-        assert seen.pop() == (z.data_ptr() + 16, room.data_ptr(), room.data_ptr() + 512 + 12, 7)
-        assert room.nbytes == 1024 and not seen
-    assert len(asked) == 5 and made.whole
+        begin = rooms[room].data_ptr()
+        assert seen.pop() == (z.data_ptr() + 16, begin, begin + 512 + 12, 7)
+        assert len(filled) == anew and not seen, "arguments are kept while all is where it was"
+        filled.clear()
+    assert made.room == (1024, x.device) and made.whole
+
+
+def test_memory_lasts_for_a_call_and_no_longer(monkeypatch: pytest.MonkeyPatch):
+    """Another thread's call on the stream would get it else, or nobody ever."""
+    monkeypatch.setattr(repeating, "current_device", lambda: 0)
+    empty, held = torch.empty, []
+
+    def noted(*sizes: Any, **options: Any) -> torch.Tensor:
+        made = empty(*sizes, **options)
+        held.append(weakref.ref(made))
+        return made
+
+    with Launches([]) as made:
+        room = empty(8)
+        made.add(lambda address: alive.append(held[-1]() is not None), [room])
+    made.close()
+    made._device, alive = 0, []
+    monkeypatch.setattr(torch, "empty", noted)
+    for _ in range(2):
+        made.again()
+        assert held[-1]() is None
+    assert alive == [True, True]
+
+
+def test_rooms_on_two_devices_are_left_to_the_backend():
+    with Launches([]) as made:
+        torch.empty(8)
+        torch.empty(8, device="meta")
+    assert not made.whole
 
 
 @pytest.mark.sampled(2)

@@ -39,15 +39,18 @@ struct Shared {
   u16 q[SHARE][PADDED], new_k[HEAD], new_v[HEAD];
   float highest[WARPS][8], sums[WARPS][8];
   Layer layers[LAYERS];
+  long long slots[TOKENS];
   float residual[TOKENS][larger(Out::ROWS, Down::ROWS)];  // of this program's rows
 };
 extern "C" __device__ long long shared_bytes = sizeof(Shared);
 
 // words of a token in a layer: q, k and v; each split's outputs and their weights, and the outputs
-// of more than DIRECT merged; a sum; the gate
+// of more than DIRECT merged; a sum; the gate; of several, its key and value for requests that read
+// what it writes
 constexpr size_t QKV = Qkv::GROUPS * 4, SPLIT = HEADS * HEAD / 2, SUM = WIDTH / 2, GATE = MLP / 2;
 constexpr size_t OUTS = MOST_SPLITS * SPLIT, LOGS = MOST_SPLITS * HEADS;
-constexpr size_t OF_LAYER = TOKENS * (QKV + OUTS + LOGS + SPLIT + 2 * SUM + GATE);
+constexpr size_t NEWS = TOKENS > 1 ? KV_HEADS * HEAD : 0;
+constexpr size_t OF_LAYER = TOKENS * (QKV + OUTS + LOGS + SPLIT + 2 * SUM + GATE + NEWS);
 extern "C" __device__ long long words_of_step = LAYERS * OF_LAYER;
 
 // What a program has of a step's attention. Of the programs of a kv head each request has one or
@@ -59,7 +62,6 @@ struct Attention {
   Shared& m;
   const u32 step;
   int request_ = -1, split_, splits, len;
-  long long slot;
 
   __device__ __forceinline__ Attention(const Step& a, Shared& m, u32 step)
       : a(a), m(m), step(step) {
@@ -78,7 +80,7 @@ struct Attention {
       const int own = (int)blockIdx.x / KV_HEADS - first;
       if (r == 0 || (own >= 0 && own < have)) {
         request_ = own < have ? r : -1;
-        split_ = own, splits = have, len = lens[r], slot = a.slot[r];
+        split_ = own, splits = have, len = lens[r];
       }
       first += have;
     }
@@ -92,8 +94,18 @@ struct Attention {
     return TOKENS > 1 ? request_ >= 0 : split() < splits;
   }
   __device__ __forceinline__ const int* table() const { return a.table + request() * a.blocks; }
+  __device__ __forceinline__ long long slot() const { return m.slots[request()]; }
   __device__ __forceinline__ int first() const { return split() * WARPS + (threadIdx.x >> 5); }
   __device__ __forceinline__ int turn() const { return splits * WARPS; }
+
+  // The request whose new key belongs there; -1: none's.
+  __device__ __forceinline__ int writer(long long at) const {
+    int found = -1;
+#pragma unroll
+    for (int r = 0; r < TOKENS; r++)
+      if (m.slots[r] == at) found = r;
+    return found;
+  }
 
   // A turn's cached keys and values into shared memory, zeros in the place of the new ones.
   __device__ __forceinline__ void fetch(const Layer& y, int chunk, int half) {
@@ -107,7 +119,7 @@ struct Attention {
       bool cached = key < len;
       if (cached) {
         at = (size_t)table()[key / BLOCK] * BLOCK + key % BLOCK;
-        cached = (long long)at != slot;
+        cached = writer((long long)at) < 0;
       }
       at = cached ? (at * KV_HEADS + kv_head()) * HEAD + d : 0;
       const u32 bytes = cached ? 16 : 0;  // else zeros
@@ -117,9 +129,10 @@ struct Attention {
     end_group();
   }
 
-  // Its split's outputs and their weights, of the words of q, k and v; the new key into the cache.
+  // Its split's outputs and their weights, of the words of q, k and v; the new key into the cache,
+  // and to those that read it in this step.
   __device__ __forceinline__ void attend(const Layer& y, const u64* qkv, u64* outs, u64* logs,
-                                         u64* merged) {
+                                         u64* merged, u64* news) {
     qkv += request() * QKV, outs += request() * OUTS, logs += request() * LOGS;
     merged += request() * SPLIT;
     const bool alone = TOKENS > 1 && splits == 1;
@@ -168,10 +181,15 @@ struct Attention {
       *(u32*)(m.new_v + 2 * i) = (u32)x;
     }
     __syncthreads();
-    if (split() == 0 && slot >= 0 && thread < HALF) {
-      const size_t at = ((size_t)slot * KV_HEADS + kv_head()) * HEAD + 2 * thread;
-      *(u32*)(y.k_cache + at) = *(u32*)(m.new_k + 2 * thread);
-      *(u32*)(y.v_cache + at) = *(u32*)(m.new_v + 2 * thread);
+    if (split() == 0 && slot() >= 0 && thread < HALF) {
+      const size_t at = ((size_t)slot() * KV_HEADS + kv_head()) * HEAD + 2 * thread;
+      const u32 k = *(const u32*)(m.new_k + 2 * thread), v = *(const u32*)(m.new_v + 2 * thread);
+      *(u32*)(y.k_cache + at) = k;
+      *(u32*)(y.v_cache + at) = v;
+      if (TOKENS > 1) {
+        u64* to = news + (request() * KV_HEADS + kv_head()) * HEAD + thread;
+        put(to, k, step), put(to + HALF, v, step);
+      }
     }
 
     float highest = -1e30f, sum = 0.f, acc[HEAD / 16][4] = {};
@@ -181,13 +199,24 @@ struct Attention {
       wait_but<1>();
       __syncwarp();
       const int key = chunk * KEYS + lane;
-      const bool is_new =
-          lane < KEYS && key < len && (long long)table()[key / BLOCK] * BLOCK + key % BLOCK == slot;
-      for (u32 left = __ballot_sync(~0u, is_new); left; left &= left - 1) {
-        const int row = __ffs(left) - 1;
+      int whose = -1;
+      if (lane < KEYS && key < len)
+        whose = writer((long long)table()[key / BLOCK] * BLOCK + key % BLOCK);
+      for (u32 left = __ballot_sync(~0u, whose >= 0); left; left &= left - 1) {
+        const int row = __ffs(left) - 1, of = TOKENS > 1 ? __shfl_sync(~0u, whose, row) : 0;
         for (int d = lane * 2; d < HEAD; d += 64) {
-          *(u32*)&m.k[half][warp][row][d] = *(u32*)(m.new_k + d);
-          *(u32*)&m.v[half][warp][row][d] = *(u32*)(m.new_v + d);
+          u32 k = *(const u32*)(m.new_k + d), v = *(const u32*)(m.new_v + d);
+          if (of != request()) {
+            const u64* p = news + (of * KV_HEADS + kv_head()) * HEAD + d / 2;
+            u64 x = 0, z = 0;
+            for (u32 looks = 0; !is_of(x, step) || !is_of(z, step);) {
+              if (++looks > PATIENCE) __trap();
+              x = look(p), z = look(p + HALF);
+            }
+            k = (u32)x, v = (u32)z;
+          }
+          *(u32*)&m.k[half][warp][row][d] = k;
+          *(u32*)&m.v[half][warp][row][d] = v;
         }
       }
       __syncwarp();

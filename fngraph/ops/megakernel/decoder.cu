@@ -20,6 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const u32 step = look(a.number);
   for (int i = thread; i < LAYERS * (int)(sizeof(Layer) / 8); i += THREADS)
     ((u64*)m.layers)[i] = ((const u64*)a.layers)[i];
+  if (thread < TOKENS) m.slots[thread] = a.slot[thread];
   __syncthreads();
   if (thread == 0) {  // it knows the number of the step
     __threadfence();
@@ -117,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Layer& y = m.layers[l];
     u64 *qkv = a.words + l * OF_LAYER, *outs = qkv + TOKENS * QKV, *logs = outs + TOKENS * OUTS,
         *merged = logs + TOKENS * LOGS, *mid = merged + TOKENS * SPLIT, *gate = mid + TOKENS * SUM,
-        *end = gate + TOKENS * GATE;
+        *end = gate + TOKENS * GATE, *news = end + TOKENS * SUM;
 
     if (attention.attends()) {
       attention.fetch(y, attention.first(), 0);
@@ -135,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             [&](int t, int i) { return total(m.parts[t][side], Qkv::ROWS, i) * norm_scale(t); });
 
     // attention
-    if (attention.attends()) attention.attend(y, qkv, outs, logs, merged);
+    if (attention.attends()) attention.attend(y, qkv, outs, logs, merged, news);
 
     // its product: splits are merged by who reads them
     const u16* gate_from = GateUp::begin(y.gate_up);

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,12 +54,23 @@ def facts_of(decoder: Decoder, programs: int, capability: str) -> dict[str, str]
         _, *version = _nvrtc().nvrtcVersion()
     except RuntimeError as error:
         raise _missing(error) from error
-    sources = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), *_beside()[1]]))
+    code = hashlib.sha256(SOURCE.read_bytes())
+    for name, text in zip(*_beside()):
+        code.update(b"\0" + name + b"\0" + text)
     return {
-        "piece": WHAT, "range": str(decoder.tokens), "code": sources.hexdigest(),
+        "piece": WHAT, "range": str(decoder.tokens), "code": code.hexdigest(),
         "options": " ".join(_options(decoder, programs, capability)),
-        "nvrtc": ".".join(map(str, version)),
+        "nvrtc": " ".join([".".join(map(str, version)), *_packages()]),
     }  # fmt: skip
+
+
+def _packages() -> list[str]:
+    """Versions of packages that NVRTC comes in, which differ where its own has no third number."""
+    found = []
+    for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return found
 
 
 def _nvrtc() -> Any:

@@ -10,7 +10,7 @@ import torch
 from fngraph.ops.triton.launching import processors, shared_bytes
 
 WARPS, RING = 8, 32  # as in products.cuh
-MOST_TOKENS = 4  # a tile of 16 rows has two for each, of which a lane holds those of one token
+MOST_TOKENS = 4  # each has two rows of a tile's 16; of the second 8 a lane would hold as much again
 FIRST = 7  # operands before those of the first layer
 
 
@@ -115,7 +115,7 @@ class Decoder(NamedTuple):
         qkv = rows((self.heads + 2 * self.kv_heads) * self.head_dim)
         parts = 2 * WARPS * max(128, own, qkv, 2 * rows(self.mlp))
         columns = max(self.width, self.mlp, self.heads * self.head_dim)
-        of_token = 4 * (parts + 2 * WARPS + own) + 2 * columns
+        of_token = 4 * (parts + 2 * WARPS + own) + 2 * columns + 8
         keys = 2 * WARPS * 16 * (self.head_dim + 8)
         staged = 2 * (2 * keys + sharing * (self.head_dim + 8) + 2 * self.head_dim)
         return self.tokens * of_token + staged + 4 * 2 * WARPS * 8 + 80 * self.layers

@@ -134,7 +134,8 @@ class Launches(TorchDispatchMode):
         self._tensors.clear()
 
     def again(self, tensors: Sequence[Tensor] = ()) -> None:
-        """Make them once more, over tensors like those given, whatever the current device is."""
+        """Make them once more, whatever the current device is, over tensors like those that were
+        given at first, as many and in their order."""
         if self._device is not None and self._device != current_device():
             with torch.cuda.device(self._device):
                 return self.again(tensors)

@@ -107,6 +107,19 @@ def batch_of_some(lengths: Any, device: str, rows: Any = None) -> Any:
     return dataclasses.replace(batch, **moved)
 
 
+def batch_of_one_sequence(lengths: Any, device: str) -> Any:
+    """Tokens of one sequence, a request each; each reads what those before it write."""
+    at = torch.tensor(list(lengths)) - 1
+    table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0)).int()
+    batch = batch_of_some([1] * len(at), "cpu")
+    batch = dataclasses.replace(
+        batch, positions=at, seq_lens=at.int() + 1, block_tables=table.repeat(len(at), 1),
+        slot_mapping=table[at // BLOCK] * BLOCK + at % BLOCK,
+    )  # fmt: skip
+    moved = {x: getattr(batch, x).to(device) for x in fg.core.buffers_of(type(batch))}
+    return dataclasses.replace(batch, **moved)
+
+
 def trees_map(fn: Any, tree: Any) -> Any:
     leaves, treedef = fg.core.trees.flatten(tree)
     return fg.core.trees.unflatten(treedef, [fn(x) for x in leaves])
@@ -891,6 +904,18 @@ def test_rows_of_logits_as_they_are_asked_for(few: Any, rows: tuple[int, ...]) -
 
 
 @pytest.mark.gpu
+def test_a_request_reads_what_another_writes(few: Any) -> None:
+    """Tokens of one sequence, a request each, in steps that follow one another."""
+    for begin in range(120, 140, 4):
+        batch = batch_of_one_sequence(range(begin, begin + 4), "cuda")
+        (got, cache), (want, other) = ((step(kept, batch)[1], kept) for step, kept in few)
+        for one, usual in zip(got, want):
+            close(one, usual)
+        as_before([few[1]], cache)
+        assert other is few[1][1]
+
+
+@pytest.mark.gpu
 def test_requests_know_nothing_of_one_another(few: Any) -> None:
     """A row is the same beside others, and beside what is no number."""
     (step, cache), _ = few
@@ -946,8 +971,10 @@ def test_compiled_pieces_around_it() -> None:
         fast = graphified(family, compile="pieces", passes=None, megakernel=megakernel)
         step = fast.bind(params).capture(cache, LIMITS, progress=False)
         assert any("megakernel" in name for name in kernels(step)) == megakernel
-        logits.append(step(cache, batch_of(50, "cuda"))[1])
-    close(*logits)
+        logits.append(step(cache, batch_of(50, "cuda"))[1].clone())
+        logits.append(step(cache, batch_of_some((60, 9), "cuda"))[1].clone())
+    close(logits[0], logits[2])
+    close(logits[1], logits[3])
 
 
 @pytest.mark.gpu

@@ -20,9 +20,9 @@ import pytest
 import torch
 from test_one_launch import (
     BLOCK,
-    BLOCKS,
     SMALL,
     batch_of,
+    batch_of_one_sequence,
     batch_of_some,
     traced,
     trees_map,
@@ -210,12 +210,7 @@ def test_bits_are_the_same_in_any_order(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_request_reads_what_another_writes(name: str, rows: tuple[int, ...]) -> None:
     """All keys of a step are there before any is read: tokens of one sequence, a request each."""
-    of, table = model(name), torch.randperm(BLOCKS).int()
-    at = torch.tensor(rows) - 1
-    batch = dataclasses.replace(
-        batch_of_some((20, 30, 40, 50), "cpu"), positions=at, seq_lens=at.int() + 1,
-        block_tables=table.repeat(4, 1), slot_mapping=table[at // BLOCK] * BLOCK + at % BLOCK,
-    )  # fmt: skip
+    of, batch = model(name), batch_of_one_sequence(rows, "cpu")
     for seed in (0, 1):
         (logits,), cache = of.steps([batch], seed)
         want, exact = of.bare(batch, of.cache, wide=True)

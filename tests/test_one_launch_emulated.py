@@ -159,7 +159,7 @@ LENGTHS: tuple[tuple[int, ...], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_cache_are_forwards(name: str, lengths: tuple[int, ...]) -> None:

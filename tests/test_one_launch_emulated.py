@@ -159,7 +159,7 @@ LENGTHS: tuple[tuple[int, ...], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_cache_are_forwards(name: str, lengths: tuple[int, ...]) -> None:
@@ -177,7 +177,7 @@ def test_logits_and_cache_are_forwards(name: str, lengths: tuple[int, ...]) -> N
         assert torch.equal(x, z), "nothing else is written"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.rest
 @pytest.mark.parametrize("name", MODELS)
 def test_on_the_whole_it_is_as_near_to_float64(name: str) -> None:
     """Of many steps, in one key's buffers, whose words say of which step they are."""
@@ -193,7 +193,7 @@ def test_on_the_whole_it_is_as_near_to_float64(name: str) -> None:
     assert error(torch.cat(logits), want) < 1.2 * error(torch.cat(bares), want)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.rest
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_are_the_same_in_any_order(name: str) -> None:
     """Whichever warp comes first."""
@@ -221,7 +221,7 @@ def test_a_request_reads_what_another_writes(name: str, rows: tuple[int, ...]) -
             assert error(x, y) < 0.03
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.rest
 @pytest.mark.parametrize("tokens", [3, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_padding_is_nobodys(name: str, tokens: int) -> None:
@@ -235,7 +235,7 @@ def test_padding_is_nobodys(name: str, tokens: int) -> None:
         assert sorted(changed.tolist()) == sorted(batch.slot_mapping.tolist())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.rest
 @pytest.mark.parametrize("rows", [(3, 1, 0, 2), (-1, 2, 2, -4)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_logits_are_those_asked_for(name: str, rows: tuple[int, ...]) -> None:

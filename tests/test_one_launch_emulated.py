@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_one_launch import (
+from one_launch_cases import (
     BLOCK,
     SMALL,
     batch_of,

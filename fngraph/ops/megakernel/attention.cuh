@@ -29,6 +29,7 @@ struct Step {
   float eps, head_eps, scale;  // scale times log2(e)
 };
 
+constexpr int HALF = HEAD / 2;    // of a head: as many angles, and words
 constexpr int PADDED = HEAD + 8;  // against bank conflicts
 
 struct Shared {
@@ -137,7 +138,7 @@ struct Attention {
     merged += request() * SPLIT;
     const bool alone = TOKENS > 1 && splits == 1;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-    constexpr int OF_HEAD = HEAD / 4, HALF = HEAD / 2;  // threads: two pairs each
+    constexpr int OF_HEAD = HEAD / 4;  // threads: two pairs each
     for (int i = warp * 32 + lane; i - lane < (SHARE + 1) * OF_HEAD; i += THREADS) {
       const bool in = i < (SHARE + 1) * OF_HEAD;
       const int h = in ? i / OF_HEAD : 0, d = i % OF_HEAD * 2;
@@ -150,11 +151,8 @@ struct Attention {
         const u16* norm = is_k ? y.k_norm : y.q_norm;
         g = *(const u32*)(norm + d), f = *(const u32*)(norm + d + HALF);
       }
-      u64 x = look(p), z = look(p + HALF / 2);
-      for (u32 looks = 0; !is_of(x, step) || !is_of(z, step);) {
-        if (++looks > PATIENCE) __trap();
-        x = look(p), z = look(p + HALF / 2);
-      }
+      u64 x, z;
+      find(p, p + HALF / 2, x, z, step);
       float x0 = low((u32)x), x1 = high((u32)x), z0 = low((u32)z), z1 = high((u32)z);
       if constexpr (NORMED) {
         float squares = x0 * x0 + x1 * x1 + z0 * z0 + z1 * z1;
@@ -208,11 +206,8 @@ struct Attention {
           u32 k = *(const u32*)(m.new_k + d), v = *(const u32*)(m.new_v + d);
           if (of != request()) {
             const u64* p = news + (of * KV_HEADS + kv_head()) * HEAD + d / 2;
-            u64 x = 0, z = 0;
-            for (u32 looks = 0; !is_of(x, step) || !is_of(z, step);) {
-              if (++looks > PATIENCE) __trap();
-              x = look(p), z = look(p + HALF);
-            }
+            u64 x, z;
+            find(p, p + HALF, x, z, step);
             k = (u32)x, v = (u32)z;
           }
           *(u32*)&m.k[half][warp][row][d] = k;
@@ -302,18 +297,15 @@ struct Attention {
 
   // This split's share of its kv head's outputs, of all splits: a lane reads a word of one of them.
   __device__ __forceinline__ void merge(const u64* outs, const u64* logs, u64* merged) {
-    constexpr int HALF = HEAD / 2, ALL = SHARE * HALF, AT_ONCE = 32 / MOST_SPLITS;
+    constexpr int ALL = SHARE * HALF, AT_ONCE = 32 / MOST_SPLITS;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, s = lane % MOST_SPLITS;
     const int each = (ALL + splits - 1) / splits, end = min((split() + 1) * each, ALL);
     for (int at = split() * each + warp * AT_ONCE; at < end; at += WARPS * AT_ONCE) {
       const int word = at + lane / MOST_SPLITS, of = kv_head() * SHARE + word / HALF,
                 of_split = kv_head() * ALL + word;
       const bool in = word < end && s < splits;
-      u64 x = in ? 0 : (u64)step << 32, log = x;
-      for (u32 looks = 0; !is_of(x, step) || !is_of(log, step);) {
-        if (++looks > PATIENCE) __trap();
-        x = look(outs + s * SPLIT + of_split), log = look(logs + s * HEADS + of);
-      }
+      u64 x = 0, log = 0;
+      if (in) find(outs + s * SPLIT + of_split, logs + s * HEADS + of, x, log, step);
       const float l = in ? __uint_as_float((u32)log) : -1e30f;
       float top = l;
 #pragma unroll

@@ -31,8 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   constexpr int LINES = WIDTH / 64;
   for (int i = program * THREADS + thread; i < LAYERS * 2 * LINES; i += PROGRAMS * THREADS) {
     const Layer& y = m.layers[i / (2 * LINES)];
-    const u16* p = (i % (2 * LINES) < LINES ? y.norm : y.mlp_norm) + i % LINES * 64;
-    prefetch(p);
+    prefetch((i % (2 * LINES) < LINES ? y.norm : y.mlp_norm) + i % LINES * 64);
   }
 
   uint4 ring[RING];
@@ -138,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // attention
     if (attention.attends()) attention.attend(y, qkv, outs, logs, merged, news);
 
-    // its product: splits are merged by who reads them
+    // its product, of merged splits
     const u16* gate_from = GateUp::begin(y.gate_up);
     fill<Out, GateUp>(ring, gate_from, GateUp::room());
     attention.take_merged(outs, logs, merged);

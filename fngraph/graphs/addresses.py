@@ -1,8 +1,8 @@
 """Addresses: what a graph was captured with must still be there at every call.
 
-A `Watch` reads the words in which torch keeps where tensors are, of all of them in one gather.
-`data_ptr()` of each of 178 leaves takes 12 us, as long as all the rest of a step; the gather takes
-1.4 us (H200's host). Where the words are not known, `data_ptr()` it is.
+A `Watch` reads the words in which torch keeps where tensors are, of all of them in one call.
+`data_ptr()` of each of 178 leaves takes 12 us, as long as all the rest of a step. Where the words
+are not known, `data_ptr()` it is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ import torch
 
 from fngraph.errors import AddressError
 from fngraph.torch_facts.layout import word_addresses
+
+try:  # words.c, where the package's build found a C compiler
+    from fngraph.graphs import _words
+except ImportError:
+    _words = None  # type: ignore[assignment]
 
 Places = tuple[list[int], list[torch.Size], list[tuple[Any, ...]]]
 
@@ -97,10 +102,18 @@ def _moved(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
     if not found or None in found:
         there = places(tensors)
         return lambda: places(tensors) != there
-    addresses = sorted({address for words in found for address in words or ()})
+    return watch(sorted({address for words in found for address in words or ()}))
+
+
+def watch_in_python(addresses: Sequence[int]) -> Callable[[], bool]:
+    """Of 8-byte words at some addresses, in order, a function that says whether one is another than
+    now: in one gather, over all memory from the first to the last."""
     low, high = addresses[0], addresses[-1]
     words = np.ctypeslib.as_array((ctypes.c_int64 * ((high - low + 8) // 8)).from_address(low))
     where = np.array([(a - low) // 8 for a in addresses])
     gather = functools.partial(words.__getitem__, where)  # `take` is half as fast
     seen = gather().tobytes()
     return lambda: gather().tobytes() != seen
+
+
+watch = _words.watch if _words is not None else watch_in_python

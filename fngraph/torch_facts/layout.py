@@ -9,15 +9,19 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
+from operator import and_, or_
 
 import torch
 
 from fngraph.torch_facts.names import neg_view
 
-_WORDS = 40  # of a TensorImpl, as far as is looked
+_WORDS = 40  # of a TensorImpl, as far as is looked; memory behind it may hold anything
 _STORAGE_WORDS = 12
 _HEAD_WORDS = 6  # of a Python tensor
+_KIND_WORDS = 5  # behind the offset, among which the dtype is, and what says how it is read
 _DIMS = 5  # sizes and strides of more are kept elsewhere
+_PROBES = 12  # tensors that are looked at: what is there by chance is not in all of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,45 +57,73 @@ def word_addresses(x: torch.Tensor) -> list[int] | None:
 
 @functools.cache
 def _find() -> _Layout | None:
-    """Found in two tensors with telling numbers; None where this torch keeps them otherwise."""
+    """Found in tensors with telling numbers; None where this torch keeps them otherwise.
+
+    A word is known by its value, or by what changes with the kind of tensor, in all probes: bytes
+    that nobody wrote, and copies of such numbers in memory that was freed, are in some of them.
+    """
     base = torch.empty(1 << 21, dtype=torch.uint8)
-    found = set()
-    for size, stride, offset in (
-        ((1013, 1019), (1031, 3), 1039),
-        ((1021, 1033), (1049, 5), 1051),
-    ):
-        probe = base.as_strided(size, stride, offset)
-        words = _words(probe._cdata, _WORDS)
-        held = _words(probe.untyped_storage()._cdata, _STORAGE_WORDS)
-        spots = [
-            [i for i, word in enumerate(words) if word == value]
-            for value in (probe.untyped_storage()._cdata, offset, size[0], stride[0])
-        ]
-        data = [i for i, word in enumerate(held) if word == base.data_ptr()]
-        impl = [i for i, word in enumerate(_words(id(probe), _HEAD_WORDS)) if word == probe._cdata]
-        if any(len(spot) != 1 for spot in (*spots, impl)) or not data:
-            return None
-        (storage_at,), (offset_at,), (size_at,), (stride_at,) = spots
-        if words[size_at + 1] != size[1] or words[stride_at + 1] != stride[1]:
-            return None
-        found.add((impl[0], storage_at, offset_at, size_at, stride_at, data[0]))
-    if len(found) != 1:
-        return None
-    impl_at, storage_at, offset_at, size_at, stride_at, data_at = found.pop()
     z = torch.empty(8, dtype=torch.complex64)
-    pairs = ((base.view(torch.int32), base.view(torch.float32)), (z, z.conj()), (z, neg_view(z)))
-    kinds = {_first_other(a, b, range(offset_at + 1, offset_at + 6)) for a, b in pairs}
-    known = {k for k in kinds if k is not None}
-    if known != kinds:
+    probes = []  # all are held, so that none lies where another one was
+    for i in range(_PROBES):
+        size, stride = (1013 + 2 * i, 811 + 2 * i), (1151 + 2 * i, 3 + i)
+        probes.append((base.as_strided(size, stride, 1301 + 2 * i), size, stride, 1301 + 2 * i))
+    storage, data = base.untyped_storage()._cdata, base.data_ptr()
+    implied = [(x._cdata, storage, offset, *size, *stride) for x, size, stride, offset in probes]
+    where = [_places([(x._cdata, value) for (x, *_), value in zip(probes, values)], _WORDS)
+             for values in list(zip(*implied))[1:]]  # fmt: skip
+    impl = _places([(id(x), x._cdata) for x, *_ in probes], _HEAD_WORDS)
+    held = _places([(storage, data)], _STORAGE_WORDS)
+    if any(len(found) != 1 for found in (*where, impl)) or not held:
         return None
+    storage_at, offset_at, size_at, next_size, stride_at, next_stride = (x.pop() for x in where)
+    if (next_size, next_stride) != (size_at + 1, stride_at + 1):
+        return None
+    among = range(offset_at + 1, offset_at + 1 + _KIND_WORDS)
+    found = [
+        _telling(one, other, among)
+        for one, other in (
+            (lambda: base.view(torch.int32), lambda: base.view(torch.float32)),
+            (z.detach, z.conj),
+            (z.detach, lambda: neg_view(z)),
+        )
+    ]
+    if not all(found):
+        return None
+    kinds = set.union(*found)
     sizes, strides = range(size_at, size_at + _DIMS), range(stride_at, stride_at + _DIMS)
-    return _Layout(impl_at, storage_at, offset_at, sizes, strides, tuple(sorted(known)), data_at)
+    return _Layout(
+        impl.pop(), storage_at, offset_at, sizes, strides, tuple(sorted(kinds)), min(held)
+    )
 
 
-def _first_other(a: torch.Tensor, b: torch.Tensor, among: range) -> int | None:
-    """The first word in which two TensorImpls differ."""
-    one, other = _words(a._cdata, _WORDS), _words(b._cdata, _WORDS)
-    return next((i for i in among if one[i] != other[i]), None)
+def _places(wanted: Sequence[tuple[int, int]], count: int) -> set[int]:
+    """Which of the `count` words at each address are the value that is wanted there."""
+    return set.intersection(
+        *[{i for i, word in enumerate(_words(at, count)) if word == x} for at, x in wanted]
+    )
+
+
+def _telling(
+    one: Callable[[], torch.Tensor], other: Callable[[], torch.Tensor], among: range
+) -> set[int]:
+    """Which words of a TensorImpl tell one kind from the other: they have a bit that is set in all
+    of the one and in none of the other. They are made in mixed order, so that what lies behind a
+    tensor by chance is not of its kind."""
+    made: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for i in range(_PROBES):
+        for kind in (i % 2, 1 - i % 2):
+            made[kind].append((one, other)[kind]())
+    a, b = [[_words(x._cdata, _WORDS) for x in kind] for kind in made]
+    found = set()
+    for i in among:
+        (all_a, any_a), (all_b, any_b) = [
+            [functools.reduce(by, (words[i] for words in kind)) for by in (and_, or_)]
+            for kind in (a, b)
+        ]
+        if all_a & ~any_b or all_b & ~any_a:
+            found.add(i)
+    return found
 
 
 def _words(address: int, count: int) -> list[int]:

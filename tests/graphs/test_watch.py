@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import random
+import shutil
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from fngraph.graphs import addresses
 from fngraph.graphs.addresses import Watch
+from fngraph.torch_facts import layout
 from fngraph.torch_facts.layout import word_addresses
 
 MOVES: dict[str, Callable[[Any], Any]] = {
@@ -33,11 +39,16 @@ STAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.fixture(params=["words", "data_ptr"])
+@pytest.fixture(params=["compiled", "numpy", "data_ptr"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of looking; the slow one is for a torch whose layout is another."""
+    """All ways of looking; the last one is for a torch whose layout is another."""
     if request.param == "data_ptr":
-        monkeypatch.setattr("fngraph.graphs.addresses.word_addresses", lambda x: None)
+        monkeypatch.setattr(addresses, "word_addresses", lambda x: None)
+    elif request.param == "numpy":
+        monkeypatch.setattr(addresses, "watch", addresses.watch_in_python)
+    elif addresses._words is None:
+        assert not shutil.which("cc"), "there is a compiler: install the package again"
+        pytest.skip("there is no C compiler")
     return str(request.param)
 
 
@@ -72,6 +83,49 @@ def test_strides_that_change_alone_are_seen(way: str):
 
 def test_the_words_are_found_in_this_torch():
     assert word_addresses(torch.empty(2, 3)) and word_addresses(torch.empty([1] * 6)) is None
+
+
+def test_the_words_are_found_whatever_memory_holds():
+    """Tensors are made where others were, and not every byte of them is written."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    draw, found = random.Random(0), set()
+    for _ in range(100):
+        sizes = [draw.choice([168, 176, 184, 192, 200, 208]) for _ in range(60)]
+        memory = [libc.malloc(size) for size in sizes]
+        for at, size in zip(memory, sizes):
+            ctypes.memmove(at, draw.randbytes(size), size)
+        draw.shuffle(memory)
+        for at in memory:
+            libc.free(at)
+        found.add(layout._find.__wrapped__())
+    assert found == {layout._find()} and None not in found
+
+
+def test_no_addresses_and_no_number_are_told(way: str):
+    assert not Watch([]).moved()
+    if way == "compiled":
+        with pytest.raises(TypeError):
+            addresses._words.watch([None])
+        with pytest.raises(TypeError):
+            addresses._words.watch(7)
+
+
+def test_a_compiled_watch_goes_with_its_last_name():
+    if addresses._words is None:
+        pytest.skip("there is no C compiler")
+    x = torch.zeros(1000, dtype=torch.int64)
+    words = [x.data_ptr() + 8 * i for i in range(1000)]
+    tracemalloc.start()
+    for _ in range(100):
+        moved = addresses._words.watch(words)
+        assert not moved()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 100_000  # a watch over 1,000 words has 16,000 bytes
+    x[999] = 1
+    assert moved()
 
 
 def test_moves_on_the_device_are_seen(device):

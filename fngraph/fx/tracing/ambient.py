@@ -96,12 +96,8 @@ def kernels() -> tuple[Any, ...]:
 def plain_state(device: str) -> Callable[[], tuple[Any, ...]]:
     """A quick look at the same state: equal tuples that are `is_plain` mean equal ambients.
 
-    All of it is read in one expression, since it is read at each call: `read` takes four times as
-    long.
+    It is read at each call, in one expression: `read` takes four times as long, a loop half more.
     """
-    grad, inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
-    dtype, transforms = torch.get_default_dtype, are_transforms_active
-    functions, dispatches = count_function_modes, count_dispatch_modes
     cuda = device == "cuda"
     autocast: Callable[[], bool] = functools.partial(torch.is_autocast_enabled, device)
     if cuda:
@@ -109,22 +105,18 @@ def plain_state(device: str) -> Callable[[], tuple[Any, ...]]:
     elif device == "meta":
         autocast = bool  # meta does not know autocast
     matmul = functools.partial(get_precision, "cuda" if cuda else "mkldnn", "matmul")
-    own = list(SWITCHES.get(device, {}).values())
-    a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q = own + [bool] * (16 - len(own))
-
-    def state() -> tuple[Any, ...]:
-        return (
-            functions() or dispatches() or transforms() or autocast(),
-            grad(), inference(), dtype(), matmul(),
-            a(), b(), c(), d(), e(), f(), g(), h(), i(), j(), k(), m(), n(), o(), p(), q(),
-        )  # fmt: skip
-
+    around = count_function_modes, count_dispatch_modes, are_transforms_active, autocast
+    calls = [*around, torch.is_grad_enabled, torch.is_inference_mode_enabled,
+             torch.get_default_dtype, matmul, *SWITCHES.get(device, {}).values()]  # fmt: skip
+    names = {f"call{i}": call for i, call in enumerate(calls)}
+    state: Callable[[], tuple[Any, ...]]
+    state = eval(f"lambda: ({', '.join(f'{name}()' for name in names)})", names)
     return state
 
 
 def is_plain(state: tuple[Any, ...]) -> bool:
     """Whether `plain_state` says all: no modes, transforms or autocast."""
-    return not state[0]
+    return not any(state[:4])
 
 
 class Switches:

@@ -1,0 +1,5 @@
+"""words.c, as the package's build makes it."""
+
+from collections.abc import Callable, Sequence
+
+def watch(addresses: Sequence[int], /) -> Callable[[], bool]: ...

@@ -1,0 +1,63 @@
+/* `watch` of addresses.py, compiled: what it returns is called in each step, over some 1,800 words
+   of a Llama-1B's 178 leaves, and takes 1.2 us where numpy takes 2.8. It knows nothing of torch. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+typedef struct {
+    Py_ssize_t count;
+    struct {
+        const int64_t *at;
+        int64_t seen;
+    } words[];
+} Watch;
+
+static void free_watch(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, NULL)); }
+
+static PyObject *moved(PyObject *self, PyObject *unused) {
+    const Watch *w = PyCapsule_GetPointer(self, NULL);
+    int64_t other = 0;
+    for (Py_ssize_t i = 0; i < w->count; i++) other |= *w->words[i].at ^ w->words[i].seen;
+    return PyBool_FromLong(other != 0);
+}
+
+static PyMethodDef moved_method = {
+    "moved", moved, METH_NOARGS, "Whether a word is another than it was."};
+
+static PyObject *watch(PyObject *module, PyObject *addresses) {
+    PyObject *made = NULL, *capsule = NULL;
+    PyObject *items = PySequence_Fast(addresses, "watch() takes a sequence of addresses");
+    if (!items) return NULL;
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
+    Watch *w = PyMem_Malloc(sizeof *w + count * sizeof w->words[0]);
+    if (!w) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    w->count = count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        w->words[i].at = PyLong_AsVoidPtr(PySequence_Fast_GET_ITEM(items, i));
+        if (PyErr_Occurred()) goto done;
+        w->words[i].seen = *w->words[i].at;
+    }
+    capsule = PyCapsule_New(w, NULL, free_watch);
+    if (!capsule) goto done;
+    w = NULL; /* the capsule's */
+    made = PyCFunction_New(&moved_method, capsule);
+done:
+    PyMem_Free(w);
+    Py_XDECREF(capsule);
+    Py_DECREF(items);
+    return made;
+}
+
+static PyMethodDef methods[] = {
+    {"watch", watch, METH_O,
+     "Of 8-byte words at some addresses, a function that says whether one is another than now."},
+    {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_words", NULL, .m_size = 0, .m_methods = methods};
+
+PyMODINIT_FUNC PyInit__words(void) { return PyModuleDef_Init(&definition); }

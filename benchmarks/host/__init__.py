@@ -106,7 +106,7 @@ def full(kit: Kit, repeats: int) -> list[dict[str, Any]]:
         "part: dispatch, any spec": (lambda _: fg.dispatch(borrow.table, spec), int),
         "part: look up what the counts decide": (lambda _: keys.prepared.get(spec[COUNTS]), int),
         "part: check ambient state": (lambda _: borrow.last.read_ambient(), int),
-        f"part: check addresses of bound leaves, {looks}": (lambda _: borrow.binding.watch.moved(), int),
+        f"part: check where leaves are, {looks}": (lambda _: borrow.binding.watch.moved(), int),
         "part: check the slot's leaves": (lambda _: in_slot.watch.moved(), int),
         "part: stage a pinned batch": (lambda _: stage(), int),
         "part: replay": (lambda _: replay(), int),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -33,7 +34,6 @@ from benchmarks.workload import (
     shape,
     to_device,
 )
-from fngraph.graphs import addresses
 from fngraph.models.families import llama
 
 BURST = 4
@@ -90,7 +90,7 @@ def full(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     prepared, logits, ring = keys.prepared[spec[COUNTS]], keys.outputs[0], keys.ring
     (replay, _), view = prepared.calls[0], prepared.views[0]
     in_slot = next(iter(prepared.slots.values()))
-    looks = "in Python" if addresses.watch is addresses.watch_in_python else "compiled"
+    looks = "in Python" if inspect.isfunction(borrow.binding.watch.moved) else "compiled"
 
     def stage() -> None:
         ring.memory[in_slot.place] = in_slot.words

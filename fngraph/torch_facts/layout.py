@@ -64,16 +64,16 @@ def _find() -> _Layout | None:
     """
     base = torch.empty(1 << 21, dtype=torch.uint8)
     z = torch.empty(8, dtype=torch.complex64)
-    probes = []  # all are held, so that none lies where another one was
-    for i in range(_PROBES):
-        size, stride = (1013 + 2 * i, 811 + 2 * i), (1151 + 2 * i, 3 + i)
-        probes.append((base.as_strided(size, stride, 1301 + 2 * i), size, stride, 1301 + 2 * i))
-    storage, data = base.untyped_storage()._cdata, base.data_ptr()
-    implied = [(x._cdata, storage, offset, *size, *stride) for x, size, stride, offset in probes]
-    where = [_places([(x._cdata, value) for (x, *_), value in zip(probes, values)], _WORDS)
-             for values in list(zip(*implied))[1:]]  # fmt: skip
-    impl = _places([(id(x), x._cdata) for x, *_ in probes], _HEAD_WORDS)
-    held = _places([(storage, data)], _STORAGE_WORDS)
+    storage = base.untyped_storage()._cdata
+    probes = []  # with what their words say; all are held, so that none lies where another one was
+    for i in range(0, 2 * _PROBES, 2):
+        size, stride, offset = (1013 + i, 811 + i), (1151 + i, 3 + i), 1301 + i
+        x = base.as_strided(size, stride, offset)
+        probes.append((x, (storage, offset, *size, *stride)))
+    where = [_places([(x._cdata, says[k]) for x, says in probes], _WORDS) for k in range(6)]
+    impl = _places([(id(x), x._cdata) for x, _ in probes], _HEAD_WORDS)
+    stored = [torch.empty(1) for _ in probes]
+    held = _places([(x.untyped_storage()._cdata, x.data_ptr()) for x in stored], _STORAGE_WORDS)
     if any(len(found) != 1 for found in (*where, impl)) or not held:
         return None
     storage_at, offset_at, size_at, next_size, stride_at, next_stride = (x.pop() for x in where)

@@ -41,7 +41,7 @@ format: .venv/ready
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache fngraph/graphs/_words.*.so
 
 # On Linux, PyPI's torch is the build for CUDA, of several GB. For the one without:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test

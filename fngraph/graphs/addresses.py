@@ -1,8 +1,8 @@
 """Addresses: what a graph was captured with must still be there at every call.
 
-A `Watch` reads the words in which torch keeps where tensors are, of all of them in one call.
-`data_ptr()` of each of 178 leaves takes 12 us, as long as all the rest of a step. Where the words
-are not known, `data_ptr()` it is.
+A `Watch` reads the words in which torch keeps where tensors are, of all of them in one call: 1.2 us
+for a Llama-1B's 178 leaves, on a CPU that takes 110 for their `places`. Where the words are not
+known, these it is.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ def _moved(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
     if not found or None in found:
         there = places(tensors)
         return lambda: places(tensors) != there
-    return watch(sorted({address for words in found for address in words or ()}))
+    return watched(sorted({address for words in found for address in words or ()}))
 
 
-def watch_in_python(addresses: Sequence[int]) -> Callable[[], bool]:
+def watched_in_python(addresses: Sequence[int]) -> Callable[[], bool]:
     """Of 8-byte words at some addresses, in order, a function that says whether one is another than
     now: in one gather, over all memory from the first to the last."""
     low, high = addresses[0], addresses[-1]
@@ -116,4 +116,4 @@ def watch_in_python(addresses: Sequence[int]) -> Callable[[], bool]:
     return lambda: gather().tobytes() != seen
 
 
-watch = _words.watch if _words is not None else watch_in_python
+watched = _words.watched if _words is not None else watched_in_python

@@ -1,5 +1,5 @@
-/* `watch` of addresses.py, compiled: what it returns is called in each step, over some 1,800 words
-   of a Llama-1B's 178 leaves, and takes 1.2 us where numpy takes 2.8. It knows nothing of torch. */
+/* `watched` of addresses.py, compiled: what it returns is called in each step. Over some 1,800 words
+   of a Llama-1B's 178 leaves it takes half of numpy's time. It knows nothing of torch. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -11,12 +11,12 @@ typedef struct {
         const int64_t *at;
         int64_t seen;
     } words[];
-} Watch;
+} Words;
 
-static void free_watch(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, NULL)); }
+static void free_words(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, NULL)); }
 
 static PyObject *moved(PyObject *self, PyObject *unused) {
-    const Watch *w = PyCapsule_GetPointer(self, NULL);
+    const Words *w = PyCapsule_GetPointer(self, NULL);
     int64_t other = 0;
     for (Py_ssize_t i = 0; i < w->count; i++) other |= *w->words[i].at ^ w->words[i].seen;
     return PyBool_FromLong(other != 0);
@@ -25,12 +25,12 @@ static PyObject *moved(PyObject *self, PyObject *unused) {
 static PyMethodDef moved_method = {
     "moved", moved, METH_NOARGS, "Whether a word is another than it was."};
 
-static PyObject *watch(PyObject *module, PyObject *addresses) {
+static PyObject *watched(PyObject *module, PyObject *addresses) {
     PyObject *made = NULL, *capsule = NULL;
-    PyObject *items = PySequence_Fast(addresses, "watch() takes a sequence of addresses");
+    PyObject *items = PySequence_Fast(addresses, "watched() takes a sequence of addresses");
     if (!items) return NULL;
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
-    Watch *w = PyMem_Malloc(sizeof *w + count * sizeof w->words[0]);
+    Words *w = PyMem_Malloc(sizeof *w + count * sizeof w->words[0]);
     if (!w) {
         PyErr_NoMemory();
         goto done;
@@ -41,7 +41,7 @@ static PyObject *watch(PyObject *module, PyObject *addresses) {
         if (PyErr_Occurred()) goto done;
         w->words[i].seen = *w->words[i].at;
     }
-    capsule = PyCapsule_New(w, NULL, free_watch);
+    capsule = PyCapsule_New(w, NULL, free_words);
     if (!capsule) goto done;
     w = NULL; /* the capsule's */
     made = PyCFunction_New(&moved_method, capsule);
@@ -53,7 +53,7 @@ done:
 }
 
 static PyMethodDef methods[] = {
-    {"watch", watch, METH_O,
+    {"watched", watched, METH_O,
      "Of 8-byte words at some addresses, a function that says whether one is another than now."},
     {NULL, NULL, 0, NULL}};
 

@@ -107,7 +107,7 @@ def results_of(
         else:
             ring.put(prepared.words, leaves, own)
     prepared.replay.used = number
-    bounds = None if prepared.is_one_graph else spec.bounds
+    bounds = None if prepared.is_full else spec.bounds
     try:
         for fn, takes_host in prepared.calls:  # as `launch` does; a frame less, in each step
             if takes_host:
@@ -122,7 +122,9 @@ def results_of(
     counts = shared.stats.counts
     counts[prepared.counted_as] = counts.get(prepared.counted_as, 0) + 1
     if shared.borrow:  # views of their own, since the caller may change what a view shows
-        return [view.data for view in prepared.views]  # `detach` takes half as long again
+        # `detach` takes half as long again; what it would share is a count of writes, past which
+        # graphs write anyway
+        return [view.data for view in prepared.views]
     return _owned(prepared.views, shared.binding.inference)
 
 

@@ -65,7 +65,7 @@ def find_replay(keys: Keys, prepared: Prepared, spec: BatchSpec, allowed: Allowe
         prepared.chosen, prepared.numbers = keys.refused(key, spec, allowed), {}
         return
     prepared.replay, prepared.calls = replay, replay.bind(prepared.true)
-    prepared.is_one_graph = key[0] is Mode.FULL
+    prepared.is_full = key[0] is Mode.FULL
 
 
 def obtain(keys: Keys, key: Key, *, in_step: bool = False) -> Replay | None:

@@ -193,7 +193,7 @@ class Step(Generic[R]):
                     met = True
                 if prepared.replay is None and prepared.chosen.mode is not Mode.NONE:
                     find_replay(keys, prepared, spec, allowed)
-                if prepared.is_one_graph or (last.in_fixed_ambient and turn.is_here()):
+                if prepared.is_full or (last.in_fixed_ambient and turn.is_here()):
                     results = results_of(keys, prepared, spec, batch, leaves, filled)
                 else:
                     with keys.fixed_ambient():

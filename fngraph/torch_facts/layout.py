@@ -59,13 +59,14 @@ def word_addresses(x: torch.Tensor) -> list[int] | None:
 def _find() -> _Layout | None:
     """Found in tensors with telling numbers; None where this torch keeps them otherwise.
 
-    A word is known by its value, or by what changes with the kind of tensor, in all probes: bytes
-    that nobody wrote, and copies of such numbers in memory that was freed, are in some of them.
+    A word is where the number is in all of them, or where all of one kind differ from all of
+    another: a number that lies there by chance, in bytes that nobody wrote or that were another
+    tensor's, lies there in some alone.
     """
     base = torch.empty(1 << 21, dtype=torch.uint8)
     z = torch.empty(8, dtype=torch.complex64)
     storage = base.untyped_storage()._cdata
-    probes = []  # with what their words say; all are held, so that none lies where another one was
+    probes = []  # with what their words say; none lies where another one was, since all are kept
     for i in range(0, 2 * _PROBES, 2):
         size, stride, offset = (1013 + i, 811 + i), (1151 + i, 3 + i), 1301 + i
         x = base.as_strided(size, stride, offset)
@@ -73,8 +74,8 @@ def _find() -> _Layout | None:
     where = [_places([(x._cdata, says[k]) for x, says in probes], _WORDS) for k in range(6)]
     impl = _places([(id(x), x._cdata) for x, _ in probes], _HEAD_WORDS)
     stored = [torch.empty(1) for _ in probes]
-    held = _places([(x.untyped_storage()._cdata, x.data_ptr()) for x in stored], _STORAGE_WORDS)
-    if any(len(found) != 1 for found in (*where, impl)) or not held:
+    data = _places([(x.untyped_storage()._cdata, x.data_ptr()) for x in stored], _STORAGE_WORDS)
+    if any(len(places) != 1 for places in (*where, impl)) or not data:
         return None
     storage_at, offset_at, size_at, next_size, stride_at, next_stride = (x.pop() for x in where)
     if (next_size, next_stride) != (size_at + 1, stride_at + 1):
@@ -93,7 +94,7 @@ def _find() -> _Layout | None:
     kinds = set.union(*found)
     sizes, strides = range(size_at, size_at + _DIMS), range(stride_at, stride_at + _DIMS)
     return _Layout(
-        impl.pop(), storage_at, offset_at, sizes, strides, tuple(sorted(kinds)), min(held)
+        impl.pop(), storage_at, offset_at, sizes, strides, tuple(sorted(kinds)), min(data)
     )
 
 
@@ -107,9 +108,9 @@ def _places(wanted: Sequence[tuple[int, int]], count: int) -> set[int]:
 def _telling(
     one: Callable[[], torch.Tensor], other: Callable[[], torch.Tensor], among: range
 ) -> set[int]:
-    """Which words of a TensorImpl tell one kind from the other: they have a bit that is set in all
-    of the one and in none of the other. They are made in mixed order, so that what lies behind a
-    tensor by chance is not of its kind."""
+    """Which words of a TensorImpl tell one kind of tensor from another: they have a bit that is set
+    in all of the one and in none of the other. The two are made by turns, one first and then the
+    other, so that neither has the same neighbours in memory each time."""
     made: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for i in range(_PROBES):
         for kind in (i % 2, 1 - i % 2):

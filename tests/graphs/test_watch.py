@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import random
-import shutil
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import extension
 import pytest
 import torch
 
@@ -45,10 +45,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "data_ptr":
         monkeypatch.setattr(addresses, "word_addresses", lambda x: None)
     elif request.param == "numpy":
-        monkeypatch.setattr(addresses, "watch", addresses.watch_in_python)
-    elif addresses._words is None:
-        assert not shutil.which("cc"), "there is a compiler: install the package again"
-        pytest.skip("there is no C compiler")
+        monkeypatch.setattr(addresses, "watched", addresses.watched_in_python)
+    else:
+        extension.needs_it()
     return str(request.param)
 
 
@@ -107,19 +106,18 @@ def test_no_addresses_and_no_number_are_told(way: str):
     assert not Watch([]).moved()
     if way == "compiled":
         with pytest.raises(TypeError):
-            addresses._words.watch([None])
+            addresses._words.watched([None])
         with pytest.raises(TypeError):
-            addresses._words.watch(7)
+            addresses._words.watched(7)
 
 
 def test_a_compiled_watch_goes_with_its_last_name():
-    if addresses._words is None:
-        pytest.skip("there is no C compiler")
+    extension.needs_it()
     x = torch.zeros(1000, dtype=torch.int64)
     words = [x.data_ptr() + 8 * i for i in range(1000)]
     tracemalloc.start()
     for _ in range(100):
-        moved = addresses._words.watch(words)
+        moved = addresses._words.watched(words)
         assert not moved()
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -110,7 +110,7 @@ def full(kit: Kit, repeats: int) -> list[dict[str, Any]]:
         "part: check the slot's leaves": (lambda _: in_slot.watch.moved(), int),
         "part: stage a pinned batch": (lambda _: stage(), int),
         "part: replay": (lambda _: replay(), int),
-        "part: a view of the outputs": (lambda _: view.data, int),
+        "part: a view of the outputs": (lambda _: view.detach(), int),
         "part: own the outputs": (lambda _: view.clone(), int),
         "nothing": (lambda _: None, int),
     }  # fmt: skip

@@ -39,6 +39,10 @@ static PyObject *watched(PyObject *module, PyObject *addresses) {
     for (Py_ssize_t i = 0; i < count; i++) {
         w->words[i].at = PyLong_AsVoidPtr(PySequence_Fast_GET_ITEM(items, i));
         if (PyErr_Occurred()) goto done;
+        if (!w->words[i].at || (uintptr_t)w->words[i].at % sizeof(int64_t)) {
+            PyErr_SetString(PyExc_ValueError, "an address is 0, or no multiple of 8");
+            goto done;
+        }
         w->words[i].seen = *w->words[i].at;
     }
     capsule = PyCapsule_New(w, NULL, free_words);

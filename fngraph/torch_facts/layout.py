@@ -30,7 +30,7 @@ class _Layout:
 
     Attributes:
         impl: of a Python tensor, where its TensorImpl is.
-        storage, offset, sizes, strides: of a TensorImpl.
+        storage, offset, dims, sizes, strides: of a TensorImpl; `dims` is how many there are.
         kinds: of a TensorImpl, the dtype, and what says that it is conjugated or negative.
         data: of a StorageImpl, where its memory is.
     """
@@ -38,6 +38,7 @@ class _Layout:
     impl: int
     storage: int
     offset: int
+    dims: int
     sizes: range
     strides: range
     kinds: tuple[int, ...]
@@ -50,7 +51,7 @@ def word_addresses(x: torch.Tensor) -> list[int] | None:
     if found is None or x.dim() > _DIMS:
         return None
     impl, storage = x._cdata, x.untyped_storage()._cdata
-    offsets = [found.storage, found.offset, *found.kinds]
+    offsets = [found.storage, found.offset, found.dims, *found.kinds]
     offsets += [*found.sizes[: x.dim()], *found.strides[: x.dim()]]
     return [id(x) + 8 * found.impl, *(impl + 8 * i for i in offsets), storage + 8 * found.data]
 
@@ -72,12 +73,16 @@ def _find() -> _Layout | None:
         x = base.as_strided(size, stride, offset)
         probes.append((x, (storage, offset, *size, *stride)))
     where = [_places([(x._cdata, says[k]) for x, says in probes], _WORDS) for k in range(6)]
+    nested = [
+        base.as_strided([2] * dims, [1] * dims) for dims in (*range(1, _DIMS + 1), 3, 1, 5, 2)
+    ]
+    where.append(_places([(x._cdata, x.dim()) for x in nested], _WORDS))
     impl = _places([(id(x), x._cdata) for x, _ in probes], _HEAD_WORDS)
     stored = [torch.empty(1) for _ in probes]
     data = _places([(x.untyped_storage()._cdata, x.data_ptr()) for x in stored], _STORAGE_WORDS)
     if any(len(places) != 1 for places in (*where, impl)) or not data:
         return None
-    storage_at, offset_at, size_at, next_size, stride_at, next_stride = (x.pop() for x in where)
+    storage_at, offset_at, size_at, next_size, stride_at, next_stride, dims_at = map(min, where)
     if (next_size, next_stride) != (size_at + 1, stride_at + 1):
         return None
     among = range(offset_at + 1, offset_at + 1 + _KIND_WORDS)
@@ -93,9 +98,8 @@ def _find() -> _Layout | None:
         return None
     kinds = set.union(*found)
     sizes, strides = range(size_at, size_at + _DIMS), range(stride_at, stride_at + _DIMS)
-    return _Layout(
-        impl.pop(), storage_at, offset_at, sizes, strides, tuple(sorted(kinds)), min(data)
-    )
+    told = tuple(sorted(kinds))
+    return _Layout(min(impl), storage_at, offset_at, dims_at, sizes, strides, told, min(data))
 
 
 def _places(wanted: Sequence[tuple[int, int]], count: int) -> set[int]:

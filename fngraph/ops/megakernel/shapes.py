@@ -12,7 +12,8 @@ from fngraph.ops.triton.launching import processors, shared_bytes
 WARPS, RING = 8, 32  # as in products.cuh
 MOST_TOKENS = 4  # each has two rows of a tile's 16; of the second 8 a lane would hold as much again
 # columns of a model up to which several tokens are worth it, as far as was measured: two requests
-# of an 8B (4096) read at 82 % of a copy's rate with 512 tokens, at 85 % in a chain of kernels
+# of an 8B (4096) read at 82 % of a copy's rate with 512 tokens, at 85 % in a chain of kernels. Of
+# more columns a lane would also have more than 8 pairs of words of all tokens at a time
 WIDE = 2048
 FIRST = 7  # operands before those of the first layer
 

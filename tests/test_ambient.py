@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 import fngraph as fg
 from fngraph import tracing
 from fngraph.errors import AmbientError
-from fngraph.fx.tracing.ambient import plain_state, read
+from fngraph.fx.tracing.ambient import is_plain, plain_state, read
 from fngraph.step.step import MOST_AMBIENTS
 from fngraph.torch_facts.names import SWITCHES, get_precision, set_precision
 
@@ -229,6 +229,16 @@ def test_matmul_precision_is_that_of_the_functions_own_device(device: str, backe
         finally:
             set_precision(at, "matmul", was)
     assert look() == before and read("cpu") == all_before
+
+
+def test_a_device_without_switches_or_autocast_has_a_state_too() -> None:
+    look = plain_state("meta")
+    before = look()
+    assert is_plain(before) and look() == before
+    with torch.no_grad():
+        assert look() != before
+    with torch.device("cpu"):
+        assert not is_plain(look())
 
 
 def turned(at: Any, name: str) -> Any:

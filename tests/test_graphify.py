@@ -190,6 +190,22 @@ def test_borrowed_outputs_are_views_that_the_next_call_overwrites(
     assert not torch.equal(first, seen)
 
 
+@pytest.mark.parametrize("how", ["in place", "recapture"])
+def test_autograd_refuses_a_borrowed_result_that_was_written_since(recorder_name, device, toy, how):
+    fast = toy.graphify(modes="FULL", recorder=recorder_name, outputs="borrow")
+    step = fast.bind(toy.params).capture(toy.state, progress=False)
+    batch = steps(device)[0]
+    borrowed, _ = step(toy.state, batch)
+    weight = torch.ones_like(borrowed, requires_grad=True)
+    loss = (weight * borrowed).sum()
+    if how == "recapture":
+        step.recapture()
+    else:
+        step(toy.state, batch)[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 CHANGED: dict[str, Callable[[Any], Any]] = {
     "t_": lambda y: y.t_(), "unsqueeze_": lambda y: y.unsqueeze_(0), "set_": lambda y: y.set_(),
     "as_strided_": lambda y: y.as_strided_((2,), (1,)), "data": lambda y: setattr(y, "data", y[:0]),

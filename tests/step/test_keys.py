@@ -8,7 +8,7 @@ import pytest
 import steps
 import torch
 import toys
-from toys import FULL, PIECEWISE
+from toys import FULL, NONE, PIECEWISE
 
 import fngraph as fg
 from fngraph.core import BatchDescriptor
@@ -91,6 +91,19 @@ def test_nothing_keeps_a_released_graph(recorder_name, device):
     want, _ = toys.bare(made.fn, made.params, made.state, toys.on(MIXED, device))
     got, _ = made.step(made.state, handed)
     torch.testing.assert_close(got, want, **toys.CLOSE)
+
+
+def test_a_key_that_is_lost_in_a_step_runs_without_the_callers_gradients(recorder_name, device):
+    """As before a step where processes agree, one of which cannot run it."""
+    made = steps.make(recorder_name, device, toys.tally, outputs="borrow")
+    made.params["w"].requires_grad_()
+    batch = toys.on(UNIFORM, device)
+    assert not made.step(made.state, batch)[0].requires_grad
+    (prepared,) = made.step.main.prepared.values()
+    made.step.main.failed[prepared.chosen.key] = "it has failed elsewhere"
+    del made.step.main.replays[prepared.chosen.key]
+    prepared.replay = None
+    assert not made.step(made.state, batch)[0].requires_grad and prepared.chosen.mode is NONE
 
 
 def test_capture_some_makes_progress_largest_first_until_its_time_is_used(recorder_name, device):

@@ -10,6 +10,7 @@
 // Up to as many whoever reads their outputs merges them; of more each merges a share, which is a
 // wait more, and less to read. Of 4 splits a 0.6B takes 0.598 ms by the one, 0.581 by the other; a
 // 1B 0.721 and 0.732, an 8B 3.83 and 3.87. Of 16: 0.859 and 0.697; 0.852 and 0.777; 4.22 and 3.89.
+// (When a warp merged two words at a time, whatever splits there were.)
 #define DIRECT (TOKENS > 1 ? 1 : WIDTH <= 1024 ? 2 : 4)
 
 struct Layer {
@@ -295,25 +296,29 @@ struct Attention {
     if (splits > DIRECT) merge(outs, logs, merged);
   }
 
-  // This split's share of its kv head's outputs, of all splits: a lane reads a word of one of them.
+  // This split's share of its kv head's outputs, of all splits: a lane reads a word of one of them,
+  // and as few lanes as there are splits (or a power of two) a word of all, so that most shares are
+  // read at once.
   __device__ __forceinline__ void merge(const u64* outs, const u64* logs, u64* merged) {
-    constexpr int ALL = SHARE * HALF, AT_ONCE = 32 / MOST_SPLITS;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, s = lane % MOST_SPLITS;
+    constexpr int ALL = SHARE * HALF;
+    int bits = 0;
+    while (1 << bits < splits) bits++;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, s = lane & ((1 << bits) - 1),
+              at_once = 32 >> bits;
     const int each = (ALL + splits - 1) / splits, end = min((split() + 1) * each, ALL);
-    for (int at = split() * each + warp * AT_ONCE; at < end; at += WARPS * AT_ONCE) {
-      const int word = at + lane / MOST_SPLITS, of = kv_head() * SHARE + word / HALF,
+    for (int at = split() * each + warp * at_once; at < end; at += WARPS * at_once) {
+      const int word = at + (lane >> bits), of = kv_head() * SHARE + word / HALF,
                 of_split = kv_head() * ALL + word;
       const bool in = word < end && s < splits;
       u64 x = 0, log = 0;
       if (in) find(outs + s * SPLIT + of_split, logs + s * HEADS + of, x, log, step);
       const float l = in ? __uint_as_float((u32)log) : -1e30f;
       float top = l;
-#pragma unroll
-      for (int o = MOST_SPLITS / 2; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+      for (int o = 1 << bits >> 1; o; o >>= 1)
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
       const float by = in ? exp2f(l - top) : 0.f;
       float all = by, o0 = by * low((u32)x), o1 = by * high((u32)x);
-#pragma unroll
-      for (int o = MOST_SPLITS / 2; o; o >>= 1) {
+      for (int o = 1 << bits >> 1; o; o >>= 1) {
         all += __shfl_xor_sync(~0u, all, o);
         o0 += __shfl_xor_sync(~0u, o0, o), o1 += __shfl_xor_sync(~0u, o1, o);
       }

@@ -117,11 +117,13 @@ struct Input {  // of a warp, in registers where they are few
   }
 };
 
+#define MOST_PAIRS 16  // of words that a lane asks for at once, beside the ring
+
 // This warp's columns of each token's row of COLUMNS words' numbers, into its input.
 template <int COLUMNS>
 __device__ __forceinline__ void take(const u64* words, u16 (*input)[INPUT], u32 step) {
   constexpr int MINE = COLUMNS / WARPS, CHUNKS = MINE / 4, N = (CHUNKS + 31) / 32, ALL = N * TOKENS,
-                M = ALL < 8 ? ALL : 8;
+                TURNS = (ALL + MOST_PAIRS - 1) / MOST_PAIRS, M = (ALL + TURNS - 1) / TURNS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   words += warp * (MINE / 2) + lane * 2;
 #pragma unroll

@@ -16,7 +16,7 @@ from fngraph.step.capture import plan_step
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import HostBatch, Prepared, kinds_of
 from fngraph.torch_facts.memory import Bytes, meets, storage_bytes
-from fngraph.torch_facts.names import InferenceMode, TensorGuards
+from fngraph.torch_facts.names import InferenceMode, TensorGuards, count_write
 
 EXACT = BatchSpec(1, 1, query_len=1)  # stands for a batch that has exact shapes and no counts
 
@@ -121,9 +121,9 @@ def results_of(
         raise
     counts = shared.stats.counts
     counts[prepared.counted_as] = counts.get(prepared.counted_as, 0) + 1
-    if shared.borrow:  # views of their own, since the caller may change what a view shows; `.data`
-        # is faster, and autograd would not see writes into it
-        return [view.detach() for view in prepared.views]
+    if shared.borrow:  # views of their own, since the caller may change what a view shows
+        count_write(prepared.views)  # autograd may have kept what the call before has lent
+        return [view.detach() for view in prepared.views]  # `.data` would have a count of its own
     return _owned(prepared.views, shared.binding.inference)
 
 

@@ -7,7 +7,7 @@ bound here, at import, since some are called at each step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -180,6 +180,8 @@ set_precision: Callable[[str, str, str], None] = _C._set_fp32_precision_setter
 
 conj_view: Callable[[torch.Tensor], torch.Tensor] = torch._conj  # each turns its bit around
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+# tells autograd of writes that it does not see: who has kept these for a gradient gets an error
+count_write: Callable[[Iterable[torch.Tensor]], None] = _C._increment_version
 copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 # of fp8: (x, weight.t(), x_scale, weight_scale.t(), out_dtype=)
 scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm

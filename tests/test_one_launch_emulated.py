@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import one_launch_clocks
 import pytest
 import torch
 from one_launch_cases import (
@@ -42,10 +43,10 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no
 
 
 @functools.cache
-def library(decoder: Decoder, programs: int) -> Any:
+def library(decoder: Decoder, programs: int, source: Path = SOURCE) -> Any:
     """The kernel for so many multiprocessors."""
     folder = Path(tempfile.mkdtemp())
-    for file in (*SOURCE.parent.glob("*.cu*"), *MACHINE.iterdir()):
+    for file in (*source.parent.glob("*.cu*"), *MACHINE.iterdir()):
         shutil.copy(file, folder)
     flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-w", *macros(decoder, programs)]
     made = folder / "kernel.so"
@@ -58,11 +59,13 @@ def library(decoder: Decoder, programs: int) -> Any:
 class Emulated:
     """A device."""
 
+    source = SOURCE
+
     def __init__(self, programs: int, seed: int = 0) -> None:
         self.programs, self.seed = programs, seed
 
     def loaded(self, decoder: Decoder, *rest: Any) -> Any:
-        at = library(decoder, self.programs)
+        at = library(decoder, self.programs, self.source)
         names = "shared_bytes", "words_of_step"
         shared, words = (ctypes.c_longlong.in_dll(at, name).value for name in names)
         assert shared == decoder.shared(self.programs)
@@ -244,3 +247,23 @@ def test_rows_of_logits_are_those_asked_for(name: str, rows: tuple[int, ...]) ->
     (logits,), _ = of.steps([batch_of_some((20, 30, 40, 50), "cpu", rows)])
     (want,), _ = of.steps([batch_of_some((20, 30, 40, 50), "cpu")])
     assert torch.equal(logits, want[list(rows)])
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_clocks_are_read_where_the_source_waits(
+    tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each layer and program, in the order of its parts; and nothing else is changed."""
+    of, batch = model("llama"), batch_of_some((300, 20)[:tokens], "cpu")
+    (want,), _ = of.steps([batch])
+    clocks = torch.zeros(2, of.programs, one_launch_clocks.MARKS, dtype=torch.int64)
+    source = one_launch_clocks.with_clocks(tmp_path, clocks)
+    monkeypatch.setattr(Emulated, "source", source)
+    (logits,), _ = of.steps([batch])
+    assert torch.equal(logits, want)
+    ticks = clocks[..., :-1].transpose(0, 1).flatten(1)
+    assert (ticks[:, 0] > 0).all() and (ticks.diff(dim=1) > 0).all()
+    parts = one_launch_clocks.parts_of(clocks)
+    layer, _ = parts.pop("a layer")
+    assert all(0 < mean <= most for mean, most in parts.values())
+    assert sum(mean for mean, _ in parts.values()) <= layer

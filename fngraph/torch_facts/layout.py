@@ -21,7 +21,7 @@ _STORAGE_WORDS = 12
 _HEAD_WORDS = 6  # of a Python tensor
 _KIND_WORDS = 5  # behind the offset, among which the dtype is, and what says how it is read
 _DIMS = 5  # sizes and strides of more are kept elsewhere
-_PROBES = 12  # tensors that are looked at: what is there by chance is not in all of them
+_PROBES = 16  # tensors that are looked at: what is there by chance is not in all of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -249,6 +249,7 @@ def test_rows_of_logits_are_those_asked_for(name: str, rows: tuple[int, ...]) ->
     assert torch.equal(logits, want[list(rows)])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_clocks_are_read_where_the_source_waits(
     tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

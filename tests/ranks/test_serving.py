@@ -107,7 +107,7 @@ def test_what_is_asked_of_logits_is_asked_over_ranks(ranks, one):
     assert not follows.events
 
 
-@pytest.mark.sampled("[NONE", "[FULL_AND_PIECEWISE")
+@pytest.mark.sampled("[FULL_AND_PIECEWISE")
 @pytest.mark.parametrize("modes", run.MODES)
 def test_ranks_that_meet_write_what_one_does(ranks, one, modes: str):
     both = [found["dp", modes] for found in ranks(2, by(modes))]

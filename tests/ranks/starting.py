@@ -17,7 +17,8 @@ import signal
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -155,6 +156,30 @@ def _world(
                 one.kill()
                 one.join()
     return ended, codes
+
+
+def run_asked(
+    request: Any, runs: Mapping[str, tuple[int, Any, tuple[Any, ...]]], cases: Iterable[str],
+    at_once: int,
+) -> dict[str, list[Ended]]:  # fmt: skip
+    """How processes of some runs ended, those that a module's tests ask for. They wait most of the
+    time, so several run at once.
+
+    Args:
+        request: of a fixture of the module.
+        runs: by name, how many processes, the function and its arguments.
+        cases: those of them that a test has as its `name`, which may be left out.
+    """
+    own = [item for item in request.session.items if item.path == request.path]
+    asked = [getattr(item, "callspec", None) for item in own]
+    left_out = set(cases) - {one.params.get("name") for one in asked if one is not None}
+    with ThreadPoolExecutor(at_once) as pool:
+        running = {
+            name: pool.submit(run, fn, ranks, *args)
+            for name, (ranks, fn, args) in runs.items()
+            if name not in left_out
+        }
+        return {name: one.result() for name, one in running.items()}
 
 
 def values(ended: Sequence[Ended]) -> list[Any]:

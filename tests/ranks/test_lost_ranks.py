@@ -3,7 +3,6 @@ in time and says which; none hangs; and those that are left go on as a group of 
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -37,14 +36,8 @@ RUNS: dict[str, tuple[int, Any, tuple[Any, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def ran() -> dict[str, list[Ended]]:
-    """All of them: they wait most of the time, so several run at once."""
-    with ThreadPoolExecutor(6) as pool:
-        running = {
-            name: pool.submit(starting.run, fn, ranks, *args)
-            for name, (ranks, fn, args) in RUNS.items()
-        }
-        return {name: one.result() for name, one in running.items()}
+def ran(request: pytest.FixtureRequest) -> dict[str, list[Ended]]:
+    return starting.run_asked(request, RUNS, WHO, at_once=6)
 
 
 WHO = {

@@ -3,7 +3,6 @@ raise in time, and say which; those that are left write the rest as one process 
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -39,17 +38,7 @@ RUNS: dict[str, tuple[int, Any, tuple[Any, ...]]] = {
 
 @pytest.fixture(scope="module")
 def ran(request: pytest.FixtureRequest) -> dict[str, list[Ended]]:
-    """Those that are asked for: they wait most of the time, so several run at once."""
-    own = [item for item in request.session.items if item.path == request.path]
-    asked = [getattr(item, "callspec", None) for item in own]
-    left_out = CASES.keys() - {one.params.get("name") for one in asked if one is not None}
-    with ThreadPoolExecutor(4) as pool:
-        running = {
-            name: pool.submit(starting.run, fn, ranks, *args)
-            for name, (ranks, fn, args) in RUNS.items()
-            if name not in left_out
-        }
-        return {name: one.result() for name, one in running.items()}
+    return starting.run_asked(request, RUNS, CASES, at_once=4)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ PARTS = (  # what a layer does, and the line with which it begins, or behind whi
     ("down", "    take<MLP>(gate, m.input[warp], step);\n"),
 )
 END = "    before = end;\n"
-MARKS = len(PARTS) + 2  # the last: the time in ns, of the first mark
+MARKS = len(PARTS) + 2  # the end of a layer too, in ticks and in ns
 HEAD = """
 #ifdef __CUDACC__
 __device__ __forceinline__ u64 ticks() {

@@ -21,7 +21,7 @@ from fngraph.torch_facts.layout import word_addresses
 try:  # words.c, where the package's build found a C compiler
     from fngraph.graphs import _words
 except ImportError:
-    _words = None  # type: ignore[assignment]
+    _words = None  # type: ignore[assignment]  # mypy expects a module
 
 Places = tuple[list[int], list[torch.Size], list[tuple[Any, ...]]]
 

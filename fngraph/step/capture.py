@@ -63,10 +63,8 @@ def find_replay(keys: Keys, prepared: Prepared, spec: BatchSpec, allowed: Allowe
     replay = keys.replays.get(key) or obtain(keys, key, in_step=True)
     if replay is None:
         prepared.chosen, prepared.numbers = keys.refused(key, spec, allowed), {}
-        prepared.is_full = False
         return
     prepared.replay, prepared.calls = replay, replay.bind(prepared.true)
-    prepared.is_full = key[0] is Mode.FULL
 
 
 def obtain(keys: Keys, key: Key, *, in_step: bool = False) -> Replay | None:

@@ -171,7 +171,6 @@ class Prepared:
         counted_as: where its steps are counted.
         replay: of the key, once it is captured.
         calls: the replay's, bound to the true rows.
-        is_full: whether that is FULL: one graph, to which bounds and grad mode are nothing.
         alike: whether leaves are as the last ones were that were found right, `kinds` and all
             that `in_place` depends on; None: there were none.
         in_place: whether a graph reads such leaves where they are.
@@ -188,7 +187,6 @@ class Prepared:
     counted_as: tuple[int, int, Mode]
     replay: Replay | None = None
     calls: BoundCalls = ()
-    is_full: bool = False
     alike: Callable[..., bool] | None = None
     in_place: bool = False
     numbers: dict[bool, int] = dataclasses.field(default_factory=dict)

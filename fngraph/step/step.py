@@ -66,7 +66,7 @@ from fngraph.step.agreed import (
     telling,
 )
 from fngraph.step.binding import bind
-from fngraph.step.call import leaves_of, results_of, spec_of
+from fngraph.step.call import FULL, leaves_of, results_of, spec_of
 from fngraph.step.capture import capture_ahead, find_replay, obtain
 from fngraph.step.changed_rows import ChangedRows, make_tables, put_changed
 from fngraph.step.given import slot_writes, write
@@ -193,7 +193,7 @@ class Step(Generic[R]):
                     met = True
                 if prepared.replay is None and prepared.chosen.mode is not Mode.NONE:
                     find_replay(keys, prepared, spec, allowed)
-                if prepared.is_full or (last.in_fixed_ambient and turn.is_here()):
+                if prepared.chosen.mode is FULL or (last.in_fixed_ambient and turn.is_here()):
                     results = results_of(keys, prepared, spec, batch, leaves, filled)
                 else:
                     with keys.fixed_ambient():

@@ -5,7 +5,8 @@
 The kernel's source is read, and after each line of a layer that waits, and where its comments begin
 another part, one thread of a program writes the clock. So the kernel that is timed is slower by
 some hundredths than the one that runs, which has no such lines. Of each part: its mean over
-programs and layers, and that of the program that took longest, in us.
+programs and layers, and that of the program that took longest, in us. Parts of attention are of
+those programs that attend.
 """
 
 from __future__ import annotations
@@ -29,15 +30,22 @@ PARTS = (  # what a layer does, and the line with which it begins, or behind whi
     ("input of q, k, v: waits", "    // q, k, v\n"),
     ("q, k, v", "    take_normed(before, y.norm, same);\n"),
     ("attention", "    // attention\n"),
-    ("outputs, merged: waits", "    // its product, of merged splits\n"),
-    ("its product", "    attention.take_merged(outs, logs, merged);\n"),
+    ("outputs: waits", "    // its product\n"),
+    ("its product", "    take<HEADS * HEAD>(merged, m.input[warp], step);\n"),
     ("sum: waits", "    // gate and up\n"),
     ("gate and up", "    take_normed(mid, y.mlp_norm, same);\n"),
     ("gate: waits", "    // down\n"),
     ("down", "    take<MLP>(gate, m.input[warp], step);\n"),
 )
+ATTENDS = (  # what a program that attends does, and the line ahead of which it ends
+    ("  q, k, v: waits", "    if (split() == 0 && slot() >= 0 && thread < HALF) {\n"),
+    ("  keys", "    wait_but<0>();\n"),
+    ("  warps' sums", "    if (!alone) merge(outs, logs, merged);\n"),
+    ("  merges: waits", "  }\n\n  // This split's share"),
+)
 END = "    before = end;\n"
-MARKS = len(PARTS) + 2  # the end of a layer too, in ticks and in ns
+MARKS = len(PARTS) + len(ATTENDS) + 2  # the end of a layer too, in ticks and in ns
+BEGINS = [name for name, _ in PARTS].index("attention")
 HEAD = """
 #ifdef __CUDACC__
 __device__ __forceinline__ u64 ticks() {
@@ -56,39 +64,46 @@ inline u64 ticks() { return ++ticked; }
 inline u64 ns() { return 1000 + ticked; }
 #endif
 #define MARK(k, time) \\
-  if (thread == 0) ((volatile u64*)CLOCKS)[(l * PROGRAMS + program) * MARKS + k] = time
+  if (threadIdx.x == 0) \\
+  ((volatile u64*)CLOCKS)[((&y - m.layers) * PROGRAMS + blockIdx.x) * MARKS + k] = time
 """
 
 
 def with_clocks(folder: Path, clocks: Tensor) -> Path:
     """The kernel's source in a folder, with marks that are written to `clocks`, (layers, programs,
-    MARKS) int64."""
+    MARKS) int64: of the parts, of the end, of attention, and the time in ns."""
     for file in image.SOURCE.parent.glob("*.cu*"):
         shutil.copy(file, folder)
-    source = folder / image.SOURCE.name
-    text = source.read_text()
+    source, ends = folder / image.SOURCE.name, len(PARTS)
     for k, (_, line) in enumerate(PARTS):
-        assert text.count(line) == 1, f"decoder.cu has no such line, or several: {line}"
-        mark = f"    MARK({k}, ticks());\n"
-        begins = line.lstrip().startswith("//")
-        text = text.replace(line, mark + line if begins else line + mark)
-    assert text.count(END) == 1
-    ends = f"    MARK({len(PARTS)}, ticks());\n    MARK({len(PARTS) + 1}, ns());\n"
-    text = text.replace(END, END + ends)
-    include = '#include "attention.cuh"\n'
-    clocked = f"#define CLOCKS {clocks.data_ptr()}ull\n#define MARKS {MARKS}\n{HEAD}"
-    assert text.count(include) == 1
-    source.write_text(text.replace(include, include + clocked))
+        _mark(source, line, f"    MARK({k}, ticks());\n", ahead=line.lstrip().startswith("//"))
+    last = f"    MARK({ends}, ticks());\n    MARK({MARKS - 1}, ns());\n"
+    _mark(source, END, last, ahead=False)
+    for k, (_, line) in enumerate(ATTENDS, ends + 1):
+        _mark(folder / "attention.cuh", line, f"    MARK({k}, ticks());\n", ahead=True)
+    defined = f"#define CLOCKS {clocks.data_ptr()}ull\n#define MARKS {MARKS}\n{HEAD}"
+    _mark(folder / "attention.cuh", '#include "products.cuh"\n', defined, ahead=False)
     return source
+
+
+def _mark(file: Path, line: str, mark: str, ahead: bool) -> None:
+    """`mark` ahead of the one `line`, or behind it."""
+    text = file.read_text()
+    assert text.count(line) == 1, f"{file.name} has no such line, or several: {line}"
+    file.write_text(text.replace(line, mark + line if ahead else line + mark))
 
 
 def parts_of(clocks: Tensor) -> dict[str, tuple[float, float]]:
     """Of each part, and of a layer: us of the mean program, and of the one that took longest."""
-    ticks, ns = clocks[..., :-1], clocks[..., -1]
+    ticks, ns = clocks[..., : len(PARTS) + 1], clocks[..., -1]
     taken, whole = ticks.diff(dim=-1), ticks[..., 0].diff(dim=0)
     us = (ns[-1] - ns[0]) / (ticks[-1, :, -1] - ticks[0, :, -1]) / 1e3  # of a program's tick
     found = {name: taken[..., k] * us for k, (name, _) in enumerate(PARTS)}
     found["a layer"] = whole * us
+    attends = clocks[0, :, -2] > 0
+    own = torch.cat([ticks[..., BEGINS, None], clocks[..., len(PARTS) + 1 : -1]], -1)[:, attends]
+    for k, (name, _) in enumerate(ATTENDS):
+        found[name] = own.diff(dim=-1)[..., k] * us[attends]
     return {name: (float(x.mean()), float(x.mean(0).max())) for name, x in found.items()}
 
 

@@ -262,9 +262,11 @@ def test_clocks_are_read_where_the_source_waits(
     monkeypatch.setattr(Emulated, "source", source)
     (logits,), _ = of.steps([batch])
     assert torch.equal(logits, want)
-    ticks = clocks[..., :-1].transpose(0, 1).flatten(1)
+    ticks = clocks[..., : len(one_launch_clocks.PARTS) + 1].transpose(0, 1).flatten(1)
     assert (ticks[:, 0] > 0).all() and (ticks.diff(dim=1) > 0).all()
     parts = one_launch_clocks.parts_of(clocks)
-    layer, _ = parts.pop("a layer")
     assert all(0 < mean <= most for mean, most in parts.values())
-    assert sum(mean for mean, _ in parts.values()) <= layer
+    whole = [parts[name][0] for name, _ in one_launch_clocks.PARTS]
+    assert sum(whole) <= parts["a layer"][0]
+    own = [parts[name][0] for name, _ in one_launch_clocks.ATTENDS]
+    assert sum(own) <= parts["attention"][1]

@@ -7,11 +7,6 @@
 #define SHARE (HEADS / KV_HEADS)  // query heads of a kv head
 #define KEYS 16                   // of a warp at a time
 #define MOST_SPLITS 16            // programs that share a kv head's keys
-// Up to as many whoever reads their outputs merges them; of more each merges a share, which is a
-// wait more, and less to read. Of 4 splits a 0.6B takes 0.598 ms by the one, 0.581 by the other; a
-// 1B 0.721 and 0.732, an 8B 3.83 and 3.87. Of 16: 0.859 and 0.697; 0.852 and 0.777; 4.22 and 3.89.
-// (When a warp merged two words at a time, whatever splits there were.)
-#define DIRECT (TOKENS > 1 ? 1 : WIDTH <= 1024 ? 2 : 4)
 
 struct Layer {
   const u16 *norm, *qkv, *q_norm, *k_norm, *out, *mlp_norm, *gate_up, *down;
@@ -46,9 +41,8 @@ struct Shared {
 };
 extern "C" __device__ long long shared_bytes = sizeof(Shared);
 
-// words of a token in a layer: q, k and v; each split's outputs and their weights, and the outputs
-// of more than DIRECT merged; a sum; the gate; of several, its key and value for requests that read
-// what it writes
+// words of a token in a layer: q, k and v; each split's outputs and their weights, and all splits'
+// merged; a sum; the gate; of several, its key and value for requests that read what it writes
 constexpr size_t QKV = Qkv::GROUPS * 4, SPLIT = HEADS * HEAD / 2, SUM = WIDTH / 2, GATE = MLP / 2;
 constexpr size_t OUTS = MOST_SPLITS * SPLIT, LOGS = MOST_SPLITS * HEADS;
 constexpr size_t NEWS = TOKENS > 1 ? KV_HEADS * HEAD : 0;
@@ -64,6 +58,7 @@ struct Attention {
   Shared& m;
   const u32 step;
   int request_ = -1, split_, splits, len;
+  int whose[2];  // of the turns in shared memory: the request whose new key a lane's is; -1: none's
 
   __device__ __forceinline__ Attention(const Step& a, Shared& m, u32 step)
       : a(a), m(m), step(step) {
@@ -101,7 +96,7 @@ struct Attention {
   __device__ __forceinline__ int turn() const { return splits * WARPS; }
 
   // The request whose new key belongs there; -1: none's.
-  __device__ __forceinline__ int writer(long long at) const {
+  __device__ __forceinline__ int writer(int at) const {
     int found = -1;
 #pragma unroll
     for (int r = 0; r < TOKENS; r++)
@@ -112,21 +107,21 @@ struct Attention {
   // A turn's cached keys and values into shared memory, zeros in the place of the new ones.
   __device__ __forceinline__ void fetch(const Layer& y, int chunk, int half) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-
     constexpr int PIECES = HEAD / 8;
+    if (chunk * KEYS < len) {
+      const int key = chunk * KEYS + lane % KEYS;
+      const int slot = key < len ? table()[key / BLOCK] * BLOCK + key % BLOCK : -1;
+      const int of = key < len ? writer(slot) : -1, cached = of < 0 ? slot : -1;
+      (half ? whose[1] : whose[0]) = of;
 #pragma unroll 2
-    for (int i = 0; i < KEYS * PIECES / 32 && chunk * KEYS < len; i++) {
-      const int e = i * 32 + lane, row = e / PIECES, d = e % PIECES * 8, key = chunk * KEYS + row;
-      size_t at = 0;
-      bool cached = key < len;
-      if (cached) {
-        at = (size_t)table()[key / BLOCK] * BLOCK + key % BLOCK;
-        cached = writer((long long)at) < 0;
+      for (int i = 0; i < KEYS * PIECES / 32; i++) {
+        const int e = i * 32 + lane, row = e / PIECES, d = e % PIECES * 8;
+        const int from = __shfl_sync(~0u, cached, row);
+        const size_t at = ((size_t)max(from, 0) * KV_HEADS + kv_head()) * HEAD + d;
+        const u32 bytes = from < 0 ? 0 : 16;  // 0: zeros
+        copy_later(&m.k[half][warp][row][d], y.k_cache + at, bytes);
+        copy_later(&m.v[half][warp][row][d], y.v_cache + at, bytes);
       }
-      at = cached ? (at * KV_HEADS + kv_head()) * HEAD + d : 0;
-      const u32 bytes = cached ? 16 : 0;  // else zeros
-      copy_later(&m.k[half][warp][row][d], y.k_cache + at, bytes);
-      copy_later(&m.v[half][warp][row][d], y.v_cache + at, bytes);
     }
     end_group();
   }
@@ -137,7 +132,7 @@ struct Attention {
                                          u64* merged, u64* news) {
     qkv += request() * QKV, outs += request() * OUTS, logs += request() * LOGS;
     merged += request() * SPLIT;
-    const bool alone = TOKENS > 1 && splits == 1;
+    const bool alone = splits == 1;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     constexpr int OF_HEAD = HEAD / 4;  // threads: two pairs each
     for (int i = warp * 32 + lane; i - lane < (SHARE + 1) * OF_HEAD; i += THREADS) {
@@ -197,12 +192,9 @@ struct Attention {
     for (int chunk = first(); chunk * KEYS < len; chunk += turn(), half ^= 1) {
       wait_but<1>();
       __syncwarp();
-      const int key = chunk * KEYS + lane;
-      int whose = -1;
-      if (lane < KEYS && key < len)
-        whose = writer((long long)table()[key / BLOCK] * BLOCK + key % BLOCK);
-      for (u32 left = __ballot_sync(~0u, whose >= 0); left; left &= left - 1) {
-        const int row = __ffs(left) - 1, of = TOKENS > 1 ? __shfl_sync(~0u, whose, row) : 0;
+      const int mine = lane < KEYS ? half ? whose[1] : whose[0] : -1;
+      for (u32 left = __ballot_sync(~0u, mine >= 0); left; left &= left - 1) {
+        const int row = __ffs(left) - 1, of = TOKENS > 1 ? __shfl_sync(~0u, mine, row) : 0;
         for (int d = lane * 2; d < HEAD; d += 64) {
           u32 k = *(const u32*)(m.new_k + d), v = *(const u32*)(m.new_v + d);
           if (of != request()) {
@@ -293,7 +285,7 @@ struct Attention {
       if (!alone && d == 0)
         put(logs + split() * HEADS + of, __float_as_uint(top + log2f(all)), step);
     }
-    if (splits > DIRECT) merge(outs, logs, merged);
+    if (!alone) merge(outs, logs, merged);
   }
 
   // This split's share of its kv head's outputs, of all splits: a lane reads a word of one of them,
@@ -324,69 +316,5 @@ struct Attention {
       }
       if (in && s == 0) put(merged + of_split, pack(o0 / all, o1 / all), step);
     }
-  }
-
-  // This warp's columns of all heads' outputs, which the splits have together, into its input.
-  __device__ __forceinline__ void take_merged(const u64* outs, const u64* logs, const u64* merged) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if (TOKENS > 1 || splits > DIRECT) {
-      take<HEADS * HEAD>(merged, m.input[warp], step);
-      return;
-    }
-    constexpr int CHUNKS = HEADS * HEAD / WARPS / 4, N = (CHUNKS + 31) / 32, M = N < 2 ? N : 2,
-                  E = N == 1 ? 4 : 2;
-    for (int n = 0; n < N; n += M) {
-      float top[M], all[M] = {}, o[M][4] = {};
-#pragma unroll
-      for (int i = 0; i < M; i++) top[i] = -1e30f;
-      for (int s = 0; s < splits; s += E) {
-        u64 log[M][E], x[M][E], z[M][E];
-        u32 looks = 0;
-        bool again = false;
-        do {
-          bool more = false;
-#pragma unroll
-          for (int i = 0; i < M; i++) {
-            const int chunk = (n + i) * 32 + lane,
-                      column = warp * (HEADS * HEAD / WARPS) + chunk * 4;
-#pragma unroll
-            for (int e = 0; e < E; e++) {
-              if (!again)
-                log[i][e] = x[i][e] = z[i][e] =
-                    chunk < CHUNKS && s + e < splits ? 0 : (u64)step << 32;
-              if (!is_of(log[i][e], step) || !is_of(x[i][e], step) || !is_of(z[i][e], step)) {
-                log[i][e] = look(logs + (s + e) * HEADS + column / HEAD);
-                look(outs + (s + e) * SPLIT + column / 2, x[i][e], z[i][e]);
-                more = true;
-              }
-            }
-          }
-          again = more;
-          if (++looks > PATIENCE) __trap();
-        } while (again);
-#pragma unroll
-        for (int i = 0; i < M; i++)
-#pragma unroll
-          for (int e = 0; e < E; e++)
-            if (s + e < splits) {
-              const float l = __uint_as_float((u32)log[i][e]), high_ = fmaxf(top[i], l);
-              const float shrink = exp2f(top[i] - high_), by = exp2f(l - high_);
-              top[i] = high_, all[i] = all[i] * shrink + by;
-              o[i][0] = o[i][0] * shrink + by * low((u32)x[i][e]),
-              o[i][1] = o[i][1] * shrink + by * high((u32)x[i][e]);
-              o[i][2] = o[i][2] * shrink + by * low((u32)z[i][e]),
-              o[i][3] = o[i][3] * shrink + by * high((u32)z[i][e]);
-            }
-      }
-#pragma unroll
-      for (int i = 0; i < M; i++) {
-        const int chunk = (n + i) * 32 + lane;
-        const float by = len ? 1.f / all[i] : 0.f;
-        if (chunk < CHUNKS)
-          *(uint2*)&m.input[warp][0][chunk * 4] =
-              make_uint2(pack(o[i][0] * by, o[i][1] * by), pack(o[i][2] * by, o[i][3] * by));
-      }
-    }
-    __syncwarp();
   }
 };

@@ -119,14 +119,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         *merged = logs + TOKENS * LOGS, *mid = merged + TOKENS * SPLIT, *gate = mid + TOKENS * SUM,
         *end = gate + TOKENS * GATE, *news = end + TOKENS * SUM;
 
+    // q, k, v
+    const u16* out_from = Out::begin(y.out);
+    fill<Qkv, Out>(ring, out_from, Out::room());
     if (attention.attends()) {
       attention.fetch(y, attention.first(), 0);
       attention.fetch(y, attention.first() + attention.turn(), 1);
     }
-
-    // q, k, v
-    const u16* out_from = Out::begin(y.out);
-    fill<Qkv, Out>(ring, out_from, Out::room());
     take_normed(before, y.norm, same);
     run<Qkv, Out>(ring, from, out_from, Out::room(), m.input[warp],
                   m.parts[0][side] + warp * Qkv::ROWS);
@@ -137,10 +136,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // attention
     if (attention.attends()) attention.attend(y, qkv, outs, logs, merged, news);
 
-    // its product, of merged splits
+    // its product
     const u16* gate_from = GateUp::begin(y.gate_up);
     fill<Out, GateUp>(ring, gate_from, GateUp::room());
-    attention.take_merged(outs, logs, merged);
+    take<HEADS * HEAD>(merged, m.input[warp], step);
     run<Out, GateUp>(ring, out_from, gate_from, GateUp::room(), m.input[warp],
                      m.parts[0][side] + warp * Out::ROWS);
     __syncthreads();

@@ -11,10 +11,9 @@ from fngraph.ops.triton.launching import processors, shared_bytes
 
 WARPS, RING = 8, 32  # as in products.cuh
 MOST_TOKENS = 4  # each has two rows of a tile's 16; of the second 8 a lane would hold as much again
-# columns of a model up to which several tokens are worth it, as far as was measured: two requests
-# of an 8B (4096) read at 82 % of a copy's rate with 512 tokens, at 85 % in a chain of kernels. Of
-# more columns a lane would also have more than 8 pairs of words of all tokens at a time
-WIDE = 2048
+# pairs of words of all tokens' sums, of 1024 columns each, that a lane has in registers at a time:
+# with 9, three requests of a model of 3072 columns, it was faster than a chain; more was not tried
+MOST_PAIRS = 9
 FIRST = 7  # operands before those of the first layer
 
 
@@ -103,9 +102,9 @@ class Decoder(NamedTuple):
     def most_tokens(self, programs: int, memory: int) -> int:
         """The most of a step that a device can have, of so many multiprocessors and bytes of their
         own memory; 0: none."""
-        most = MOST_TOKENS if self.width <= WIDE else 1
-        fit = [n for n in range(1, most + 1)
-               if n * self.kv_heads <= programs
+        pairs = -(-self.width // 1024)  # of a token
+        fit = [n for n in range(1, MOST_TOKENS + 1)
+               if n * self.kv_heads <= programs and n * pairs <= MOST_PAIRS
                and self._replace(tokens=n).shared(programs) <= memory]  # fmt: skip
         return max(fit, default=0)
 

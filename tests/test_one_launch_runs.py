@@ -206,6 +206,25 @@ def test_a_few_requests_are_as_without_it(few: Any, lengths: tuple[int, ...]) ->
         close(a, b)
 
 
+@pytest.fixture(scope="module")
+def of_an_8b() -> Any:
+    return with_and_without("layers of an 8B", sizes=(1, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(300,), (2300,), (5, 300), (129, 2300)], ids=str)
+def test_layers_of_an_8b(of_an_8b: Any, lengths: tuple[int, ...]) -> None:
+    """One request or two, as many as there is memory for."""
+    *_, steps, old = of_an_8b
+    as_before(steps, old)
+    n, batch = len(lengths), batch_of_some(lengths, "cuda")
+    (got, want) = (step(cache, batch)[1] for step, cache in steps)
+    for one, other in zip(got, want):
+        close(one, other)
+    names = {name for name, _ in steps[0][0][fg.BatchDescriptor(n, n, query_len=1)].counts.names}
+    assert any("megakernel" in name for name in names)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "rows", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 2, 2, 2), (-1, -4, 1, -2)], ids=str

@@ -13,7 +13,7 @@ WARPS, RING = 8, 32  # as in products.cuh
 MOST_TOKENS = 4  # each has two rows of a tile's 16; of the second 8 a lane would hold as much again
 # pairs of words of all tokens' sums, of 1024 columns each, that a lane has in registers at a time:
 # with 9, three requests of a model of 3072 columns, it was faster than a chain; more was not tried
-MOST_PAIRS = 9
+MOST_SUMS = 9
 FIRST = 7  # operands before those of the first layer
 
 
@@ -104,7 +104,7 @@ class Decoder(NamedTuple):
         own memory; 0: none."""
         pairs = -(-self.width // 1024)  # of a token
         fit = [n for n in range(1, MOST_TOKENS + 1)
-               if n * self.kv_heads <= programs and n * pairs <= MOST_PAIRS
+               if n * self.kv_heads <= programs and n * pairs <= MOST_SUMS
                and self._replace(tokens=n).shared(programs) <= memory]  # fmt: skip
         return max(fit, default=0)
 

@@ -250,12 +250,14 @@ def mixed(dtype: torch.dtype, mesh: fg.Mesh | None) -> list[Tensor]:
 # --- what a process runs --------------------------------------------------------------------------
 
 
-def parts(rank: int, folder: Path, device: str, graphs: Sequence[str]) -> dict[Any, Any]:
-    """Each family of `folder`, over each mesh that it can be split over; those of `graphs` in
+def parts(
+    rank: int, folder: Path, names: Sequence[str], graphs: Sequence[str], device: str
+) -> dict[Any, Any]:
+    """Families of `folder`, over each mesh that they can be split over; those of `graphs` in
     graphs too. Llamas and experts on the CPU alone."""
     found: dict[Any, Any] = {}
     for kind, mesh in meshes(int(os.environ["WORLD_SIZE"]), device):
-        for path in sorted(folder.iterdir()):
+        for path in (folder / name for name in names):
             family = loading.family(path)
             specs = family.specs(loading.read_config(family.FORMAT, path))
             axes = {size.axis for size in specs.sizes.values()}

@@ -24,11 +24,11 @@ def ranks() -> Callable[..., list[starting.Found]]:
     """What each of so many processes has found, which run once; what fails does so alone."""
     kept: dict[Any, list[starting.Found]] = {}
 
-    def of(world: int, modes: tuple[str, ...] = BOTH, device: str = "cpu") -> list[starting.Found]:
-        key = world, modes, device
+    def of(world: int, modes: tuple[str, ...] = BOTH) -> list[starting.Found]:
+        key = world, modes
         if key not in kept:
-            jobs = run.jobs(world, modes)
-            kept[key] = starting.in_turn(run.streams, world, jobs, *key, within=280)
+            jobs = run.jobs(*key)
+            kept[key] = starting.in_turn(run.streams, world, jobs, *key, "cpu", within=280)
         return kept[key]
 
     return of
@@ -167,13 +167,15 @@ def test_stages_of_several_processes_write_what_one_does(ranks, one):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
-@pytest.mark.parametrize("modes", run.MODES)
 @pytest.mark.parametrize("kind", ["tp", "pp", "dp"])
-def test_two_gpus_write_what_one_does(ranks, kind: str, modes: str):
+def test_two_gpus_write_what_one_does(kind: str):
     with torch.no_grad():
         want = run.stream(fg.make_mesh("cuda", **ONE), "NONE")
-    for found in ranks(2, run.MODES, "cuda")[: 1 + (kind == "dp")]:
-        check(found[kind, modes], want, modes)
+    jobs = [(kind, mode) for mode in run.MODES]
+    both = starting.in_turn(run.streams, 2, jobs, 2, run.MODES, "cuda", within=280)
+    for found in both[: 1 + (kind == "dp")]:
+        for mode in run.MODES:
+            check(found[kind, mode], want, mode)
 
 
 def test_followers_hear_why_their_leader_stopped(ranks):

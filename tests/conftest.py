@@ -196,3 +196,11 @@ def kit(recorder_name: str, device: Any) -> Kit:
     if recorder_name == "cuda":
         kit.recorder.record(lambda: None)
     return kit
+
+
+@pytest.fixture(params=["attend", "tally", "tally_"])
+def toy(request: pytest.FixtureRequest, device: Any) -> Any:
+    """Each toy, on the recorder's device."""
+    import toys
+
+    return toys.model(request.param, device)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import toys
-from test_graphify import Model, llama_batch, model, steps
+from toys import Model, llama_batch, model, steps
 
 import fngraph as fg
 from fngraph.compile.artefact import Artefact

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import threading
-import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import toys
 from torch import Tensor
-from toys import FULL, NONE, PIECEWISE
+from toys import FULL, NONE, PIECEWISE, Model, graphified, llama_batch, model, steps
 
 import fngraph as fg
 from fngraph.core import trees
@@ -21,56 +18,6 @@ from fngraph.errors import TreeError
 from fngraph.models.families import llama
 
 every_mode = pytest.mark.parametrize("modes", toys.MODES)
-
-
-class Model(NamedTuple):
-    """A toy with arguments on a device."""
-
-    fn: Any
-    params: Any
-    state: Any
-
-    def graphify(self, **options: Any) -> Any:
-        """Over the toys' limits."""
-        return graphified(self.fn, **{"donate": 1, "stage": "batch"} | options)
-
-    def check(self, fast: Any, batch: Any, **tolerance: Any) -> Any:
-        """One step of `fast` is what bare forward gives, state included; what it put out."""
-        want, after = toys.bare(*self, batch)
-        got, back = fast(self.params, self.state, batch)
-        assert back is self.state
-        toys.assert_trees((got, back), (want, after), **tolerance or toys.CLOSE)
-        return got
-
-
-def graphified(fn: Any, **options: Any) -> Any:
-    """`fn` over the toys' limits."""
-    return fg.graphify(fn, **{"limits": toys.LIMITS, "sizes": toys.SIZES} | options)
-
-
-def model(name: str, device: Any = "cpu") -> Model:
-    """ "attend", "tally" or "tally_"."""
-    fn = getattr(toys, name)
-    if name == "attend":
-        return Model(fn, toys.attention_params(device=device), toys.attention_cache(device=device))
-    return Model(fn, toys.tally_params(device), toys.tally_state(device))
-
-
-def steps(device: Any = "cpu") -> list[toys.Batch]:
-    """Prefill, chunks, mixed and decode, over requests that go on; sizes on and between rungs."""
-    batches = [
-        toys.batch(3, 5), toys.batch((2, 3), (1, 5), seed=1), toys.decode(2, past=6, seed=2),
-        toys.batch(1), toys.batch((4, 0), (1, 7), 3, 1, seed=3), toys.decode(4, past=8, seed=4),
-        toys.batch(2, 1, seed=5), toys.batch(9, 7, seed=6), toys.decode(1, past=9, seed=7),
-        toys.decode(3, past=10, seed=8),
-    ]  # fmt: skip
-    return [toys.on(batch, device) for batch in batches]
-
-
-@pytest.fixture(params=["attend", "tally", "tally_"])
-def toy(request: pytest.FixtureRequest, device: Any) -> Model:
-    """Each toy, on the recorder's device."""
-    return model(request.param, device)
 
 
 # --- the same as forward --------------------------------------------------------------------------
@@ -103,19 +50,6 @@ def test_a_llama_in_every_mode_equals_bare_forward(recorder_name, device, modes:
     assert fast.stats.steps == len(steps())
 
 
-def llama_batch(b: toys.Batch) -> llama.Batch:
-    """The same requests, with positions, and logits for the last token of each."""
-    ends = b.query_start_loc[1:].long()
-    past = b.seq_lens - b.query_start_loc.diff()
-    order = torch.arange(b.spec.num_tokens, device=ends.device)
-    owner = torch.searchsorted(ends, order, right=True)
-    positions = order - b.query_start_loc[owner] + past[owner]
-    return llama.Batch(
-        b.token_ids, positions.long(), b.slot_mapping, b.seq_lens, b.query_start_loc,
-        b.block_tables, ends - 1, b.spec,
-    )  # fmt: skip
-
-
 def test_a_batch_may_be_on_the_host_or_on_the_device(recorder_name, device, toy: Model):
     fast, other = toy.graphify(recorder=recorder_name), model(toy.fn.__name__, device)
     twin = other.graphify(recorder=recorder_name)
@@ -123,133 +57,6 @@ def test_a_batch_may_be_on_the_host_or_on_the_device(recorder_name, device, toy:
         got, _ = fast(toy.params, toy.state, batch)
         want, _ = twin(other.params, other.state, toys.on(batch, device))
         toys.assert_trees((got, toy.state), (want, other.state))
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(5)
-@every_mode
-def test_the_donated_container_comes_back_with_its_own_memory(recorder_name, device, toy, modes):
-    fast = toy.graphify(modes=modes, recorder=recorder_name)
-    seen = lambda tree: [(id(x), x.data_ptr()) for x in toys.leaves(tree)]  # noqa: E731
-    before = seen(toy.state)
-    for batch in steps(device):
-        _, back = fast(toy.params, toy.state, batch)
-        assert back is toy.state and seen(back) == before
-
-
-@pytest.mark.parametrize("modes", ["FULL", "PIECEWISE"])
-def test_a_recording_holds_what_it_reads(recorder_name, device, toy: Model, modes: str):
-    """Whatever has become of its step: the ring, which it reads by addresses, and the leaves."""
-    traced = toy.graphify(modes=modes, sizes=(4,)).trace(toy.params, toy.state)
-    step = traced.split().lower().compile().capture(toy.params, toy.state, recorder=recorder_name)
-    step(toy.state, toys.on(toys.batch(3), device))
-    ring = weakref.ref(step.main.ring)
-    recordings = [call for call in step[next(iter(step))].calls if hasattr(call, "replay")]
-    recorder = step.recorder
-    del step
-    gc.collect()
-    assert ring() is not None
-    before = int(ring().state[0])
-    for recording in recordings:
-        recording.replay()
-    recorder.synchronize()
-    assert int(ring().state[0]) == before + 1
-    del recording, recordings
-    gc.collect()
-    assert ring() is None
-
-
-@pytest.mark.sampled(5)
-@every_mode
-def test_owned_outputs_survive_the_next_calls(recorder_name, device, toy: Model, modes: str):
-    fast = toy.graphify(modes=modes, recorder=recorder_name)
-    kept = []
-    for batch in steps(device):
-        want, _ = toys.bare(*toy, batch)
-        kept.append((fast(toy.params, toy.state, batch)[0], want))
-    spans = [got.untyped_storage().data_ptr() for got, _ in kept]
-    assert len(set(spans)) == len(spans)
-    for got, want in kept:
-        torch.testing.assert_close(got, want, **toys.CLOSE)
-
-
-@pytest.mark.parametrize("modes", ["PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
-def test_borrowed_outputs_are_views_that_the_next_call_overwrites(
-    recorder_name, device, toy, modes
-):
-    fast = toy.graphify(modes=modes, recorder=recorder_name, outputs="borrow")
-    batches = steps(device)
-    first, _ = fast(toy.params, toy.state, batches[0])
-    seen = first.clone()
-    want, _ = toys.bare(*toy, batches[1])
-    second, _ = fast(toy.params, toy.state, batches[1])
-    assert second.data_ptr() == first.data_ptr()  # "its own" is what one might have expected
-    torch.testing.assert_close(second, want, **toys.CLOSE)
-    assert not torch.equal(first, seen)
-
-
-@pytest.mark.parametrize("how", ["in place", "by a step", "recapture"])
-def test_autograd_refuses_a_borrowed_result_that_was_written_since(recorder_name, device, toy, how):
-    fast = toy.graphify(modes="FULL", recorder=recorder_name, outputs="borrow")
-    step = fast.bind(toy.params).capture(toy.state, progress=False)
-    batch = steps(device)[0]
-    borrowed, _ = step(toy.state, batch)
-    weight = torch.ones_like(borrowed, requires_grad=True)
-    loss = (weight * borrowed).sum()
-    if how == "recapture":
-        step.recapture()
-    else:
-        borrowed, _ = step(toy.state, batch)
-        if how == "in place":
-            borrowed.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-CHANGED: dict[str, Callable[[Any], Any]] = {
-    "t_": lambda y: y.t_(), "unsqueeze_": lambda y: y.unsqueeze_(0), "set_": lambda y: y.set_(),
-    "as_strided_": lambda y: y.as_strided_((2,), (1,)), "data": lambda y: setattr(y, "data", y[:0]),
-    "requires_grad_": lambda y: y.requires_grad_(), "a name": lambda y: setattr(y, "mine", True),
-}  # fmt: skip
-OUTPUTS = {"own": {}, "borrow": {"outputs": "borrow"},
-           "guards": {"outputs": "borrow", "guards": True}}  # fmt: skip
-
-
-@every_mode
-@pytest.mark.parametrize("outputs", OUTPUTS)
-def test_what_a_caller_makes_of_a_result_is_no_later_ones(recorder_name, device, modes, outputs):
-    """Each is a tensor of its own, though its memory may be that of the one before."""
-    toy = model("tally", device)
-    fast = toy.graphify(modes=modes, recorder=recorder_name, **OUTPUTS[outputs])
-    batch = steps(device)[0]
-    for change in ("", *CHANGED):
-        result = toy.check(fast, batch)
-        assert not result.requires_grad and not hasattr(result, "mine"), change
-        CHANGED.get(change, lambda y: y)(result)
-    toy.check(fast, batch)
-
-
-@pytest.mark.sampled(5)
-@every_mode
-def test_an_owned_output_can_be_written_without_harm(recorder_name, device, toy, modes: str):
-    fast = toy.graphify(modes=modes, recorder=recorder_name)
-    for batch in steps(device):
-        _, after = toys.bare(*toy, batch)
-        toy.check(fast, batch).fill_(float("nan"))
-        toys.assert_trees(toy.state, after, **toys.CLOSE)
-
-
-def test_the_batch_may_be_changed_and_dropped_after_the_call(recorder_name, device):
-    toy = model("tally", device)
-    fast = toy.graphify(recorder=recorder_name)
-    batch = toys.on(toys.decode(3, 0), device)
-    want, _ = toys.bare(*toy, batch)
-    got, _ = fast(toy.params, toy.state, batch)
-    batch.token_ids.zero_()
-    del batch
-    assert torch.equal(got, want)
 
 
 # --- lazily, and ahead of time --------------------------------------------------------------------

@@ -7,13 +7,14 @@ cache has N blocks of S tokens, B of them a request.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import fngraph as fg
 from fngraph.core import trees
+from fngraph.models.families import llama
 from fngraph.ops import Backend, define
 
 V, E, H, K, D, S, B = 11, 8, 4, 2, 2, 4, 3
@@ -196,3 +197,63 @@ def double(x: Tensor, out: Tensor | None = None, factor: float = 2.0) -> Tensor:
     out = torch.zeros_like(x) if out is None else out
     DOUBLE.op(x, out, factor)
     return out
+
+
+# --- a toy with its arguments, and steps for it ---------------------------------------------------
+
+
+class Model(NamedTuple):
+    """A toy with arguments on a device."""
+
+    fn: Any
+    params: Any
+    state: Any
+
+    def graphify(self, **options: Any) -> Any:
+        """Over the toys' limits."""
+        return graphified(self.fn, **{"donate": 1, "stage": "batch"} | options)
+
+    def check(self, fast: Any, batch: Any, **tolerance: Any) -> Any:
+        """One step of `fast` is what bare forward gives, state included; what it put out."""
+        want, after = bare(*self, batch)
+        got, back = fast(self.params, self.state, batch)
+        assert back is self.state
+        assert_trees((got, back), (want, after), **tolerance or CLOSE)
+        return got
+
+
+def graphified(fn: Any, **options: Any) -> Any:
+    """`fn` over the toys' limits."""
+    return fg.graphify(fn, **{"limits": LIMITS, "sizes": SIZES} | options)
+
+
+def model(name: str, device: Any = "cpu") -> Model:
+    """ "attend", "tally" or "tally_"."""
+    if name == "attend":
+        return Model(attend, attention_params(device=device), attention_cache(device=device))
+    fn = {"tally": tally, "tally_": tally_}[name]
+    return Model(fn, tally_params(device), tally_state(device))
+
+
+def steps(device: Any = "cpu") -> list[Batch]:
+    """Prefill, chunks, mixed and decode, over requests that go on; sizes on and between rungs."""
+    batches = [
+        batch(3, 5), batch((2, 3), (1, 5), seed=1), decode(2, past=6, seed=2),
+        batch(1), batch((4, 0), (1, 7), 3, 1, seed=3), decode(4, past=8, seed=4),
+        batch(2, 1, seed=5), batch(9, 7, seed=6), decode(1, past=9, seed=7),
+        decode(3, past=10, seed=8),
+    ]  # fmt: skip
+    return [on(one, device) for one in batches]
+
+
+def llama_batch(b: Batch) -> llama.Batch:
+    """The same requests, with positions, and logits for the last token of each."""
+    ends = b.query_start_loc[1:].long()
+    past = b.seq_lens - b.query_start_loc.diff()
+    order = torch.arange(b.spec.num_tokens, device=ends.device)
+    owner = torch.searchsorted(ends, order, right=True)
+    positions = order - b.query_start_loc[owner] + past[owner]
+    return llama.Batch(
+        b.token_ids, positions.long(), b.slot_mapping, b.seq_lens, b.query_start_loc,
+        b.block_tables, ends - 1, b.spec,
+    )  # fmt: skip

@@ -8,6 +8,8 @@
                         `.compile()`, or captures), so that later processes compile nothing
 
 The folder is FNGRAPH_CACHE, or `fngraph` in the user's cache folder.
+
+`python -m fngraph env`: what is here of all that it runs on, and what is slower for want of it.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ def main(argv: Sequence[str]) -> int:
     mistake in the command or the environment."""
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m fngraph", None, __doc__, formatter_class=shape)
-    words = parser.add_subparsers(dest="word", metavar="cache | report", required=True)
+    words = parser.add_subparsers(dest="word", metavar="cache | env | report", required=True)
     report = words.add_parser("report", help="one HTML page of a run")
     report.add_argument("log", metavar="FILE", help="what step.log.save(FILE) wrote")
     report.add_argument("--out", type=Path, help="the page; beside FILE, if it is not said")
     report.add_argument("--trace", type=Path, help="also a trace, for Perfetto and TensorBoard")
     cache = words.add_parser("cache", help="compiled code on the disk")
+    words.add_parser("env", help="versions, devices, and what is missing")
     verbs = cache.add_subparsers(dest="verb", metavar="ls | clear | warm", required=True)
     verbs.add_parser("ls", help="what is there")
     verbs.add_parser("clear", help="remove it")
@@ -61,6 +64,11 @@ def main(argv: Sequence[str]) -> int:
         except (OSError, UnicodeDecodeError, SpecError) as error:
             made = "" if isinstance(error, SpecError) else f". {MADE}"  # which says it itself
             report.error(f"{flags.log}: {_why(error)}{made}")
+        return 0
+    if flags.word == "env":
+        from fngraph.report.env import shown  # loads what it tells of
+
+        print(shown(os.environ))
         return 0
     try:
         disk = disk_of(os.environ)

@@ -50,18 +50,27 @@ def facts_of(decoder: Decoder, programs: int, capability: str) -> dict[str, str]
     Raises:
         PackageError: there is no NVRTC.
     """
-    try:
-        _, *version = _nvrtc().nvrtcVersion()
-    except RuntimeError as error:
-        raise _missing(error) from error
     code = hashlib.sha256(SOURCE.read_bytes())
     for name, text in zip(*_beside()):
         code.update(b"\0" + name + b"\0" + text)
     return {
         "piece": WHAT, "range": str(decoder.tokens), "code": code.hexdigest(),
         "options": " ".join(_options(decoder, programs, capability)),
-        "nvrtc": " ".join([".".join(map(str, version)), *_packages()]),
+        "nvrtc": " ".join([version(), *_packages()]),
     }  # fmt: skip
+
+
+def version() -> str:
+    """NVRTC's, two numbers.
+
+    Raises:
+        PackageError: there is none.
+    """
+    try:
+        _, *numbers = _nvrtc().nvrtcVersion()
+    except RuntimeError as error:
+        raise _missing(error) from error
+    return ".".join(map(str, numbers))
 
 
 def _packages() -> list[str]:

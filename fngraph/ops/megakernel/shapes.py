@@ -84,17 +84,8 @@ class Decoder(NamedTuple):
 
     def refusal_on(self, device: torch.device) -> str | None:
         """Why it cannot run on a device, or None."""
-        if device.type != "cuda" or torch.version.cuda is None:
-            return f"it runs on NVIDIA GPUs, and the weights are on {device}"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (9, 0):
-            return "it runs on compute capability 9.0 and later, and {}.{} is here".format(
-                *capability
-            )
-        if importlib.util.find_spec("cuda") is None or not importlib.util.find_spec(
-            "cuda.bindings"
-        ):
-            return "cuda.bindings is not installed: pip install cuda-bindings"
+        if why := why_not_on(device):
+            return why
         if not self.most_tokens(processors(device), shared_bytes(device)):
             return "its kv heads are more than there are multiprocessors, or have too little memory"
         return None
@@ -122,6 +113,18 @@ class Decoder(NamedTuple):
         keys = 2 * WARPS * 16 * (self.head_dim + 8)
         staged = 2 * (2 * keys + sharing * (self.head_dim + 8) + 2 * self.head_dim)
         return self.tokens * of_token + staged + 4 * 2 * WARPS * 8 + 80 * self.layers
+
+
+def why_not_on(device: torch.device) -> str | None:
+    """Why no decoder can be one launch on a device, or None."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"it runs on NVIDIA GPUs, and the weights are on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (9, 0):
+        return "it runs on compute capability 9.0 and later, and {}.{} is here".format(*capability)
+    if not (importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings")):
+        return "cuda.bindings is not installed: pip install cuda-bindings"
+    return None
 
 
 def macros(decoder: Decoder, programs: int) -> list[str]:

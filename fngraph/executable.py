@@ -169,7 +169,7 @@ class Executable:
         return self.program, self.fns
 
     def one_launch_of(self, key: Key) -> OneLaunch | None:
-        """What a key runs in the place of `program`, unless its kernel cannot be made."""
+        """What a key is to run in the place of `program`; `program_of` where it cannot be made."""
         (mode, descriptor), one = key, self.one_launch
         serves = one is not None and mode is Mode.FULL and one.layers.serves(descriptor)
         return one if serves else None

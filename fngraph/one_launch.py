@@ -367,7 +367,7 @@ class _Walk:
         return Decoder(
             width=sizes(layers[0][0])[0], heads=sizes(call["q"])[1], kv_heads=kv_heads,
             head_dim=head_dim, mlp=sizes(layers[0][-1])[1], layers=len(layers),
-            words=sum(sizes(w)[0] for w in head), block=block,
+            vocab=sum(sizes(w)[0] for w in head), block=block,
             normed=call["q_norm"] is not None, eps=eps, head_eps=call["eps"],
             scale=call["scale"], weights=many,
         )  # fmt: skip

@@ -39,7 +39,7 @@ def test_a_decoder_is_found(name: str, compile_: str) -> None:
     found = found_in(stage)
     assert not isinstance(found, str), found
     made = found.decoder
-    assert (made.width, made.mlp, made.words) == (
+    assert (made.width, made.mlp, made.vocab) == (
         config.dim, config.mlp_dim, config.vocab_size,
     )  # fmt: skip
     assert (made.heads, made.kv_heads, made.head_dim) == (
@@ -483,7 +483,9 @@ SHAPES = {
     "1B": ((2048, 32, 8, 64, 8192, 16, 128256), 4),
     "0.6B": ((1024, 16, 8, 128, 3072, 28, 151936), 4),
     "8B": ((4096, 32, 8, 128, 14336, 32, 128256), 2),  # of its own memory three take too much
-    "wide": ((8192, 64, 8, 64, 8192, 2, 5000), 1),  # two take too many registers
+    "3B": ((3072, 24, 8, 128, 8192, 28, 128256), 3),
+    "4608 columns": ((4608, 8, 2, 128, 512, 2, 5000), 1),  # two would take too many registers
+    "wide": ((8192, 64, 8, 64, 8192, 2, 5000), 1),  # likewise
     "long": ((2048, 32, 8, 128, 24576, 2, 5000), 1),  # too much memory again
     "many kv heads": ((1024, 64, 64, 64, 1024, 2, 5000), 2),
 }  # fmt: skip

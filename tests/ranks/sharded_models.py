@@ -254,7 +254,7 @@ def parts(
     rank: int, folder: Path, names: Sequence[str], graphs: Sequence[str], device: str
 ) -> dict[Any, Any]:
     """Families of `folder`, over each mesh that they can be split over; those of `graphs` in
-    graphs too. Llamas and experts on the CPU alone."""
+    graphs too. What is made in memory on the CPU alone."""
     found: dict[Any, Any] = {}
     for kind, mesh in meshes(int(os.environ["WORLD_SIZE"]), device):
         for path in (folder / name for name in names):

@@ -55,7 +55,7 @@ def by(modes: str) -> tuple[str, ...]:
 
 
 def modes_of(modes: str) -> set[str]:
-    return set(modes.split("_AND_")) if "_AND_" in modes else {modes}
+    return set(modes.split("_AND_"))
 
 
 def check(ran: run.Ran, want: run.Ran, modes: str) -> None:

@@ -9,7 +9,7 @@ them; see `decoder.cu`.
 
     x, cos, sin, slot_mapping, seq_lens, query_start_loc, block_tables,
     norm, qkv, (q_norm, k_norm,) k_cache, v_cache, out, mlp_norm, gate and up, down     a layer
-    norm, head(, chosen)                                        ->  (tokens, words) logits
+    norm, head(, chosen)                                        ->  (tokens, vocab) logits
 
 It rounds to bfloat16 where the ops round that it stands for, but for the norm's scale, which it
 applies to the sums, as `fused_linear` does for few rows. Programs wait for one another, so all of
@@ -37,20 +37,16 @@ from fngraph.torch_facts.driver import checked, driver_for, relaxed
 
 
 class Operands(NamedTuple):
-    """A decoder's tensors in order.
+    """A decoder's tensors that stay where they are.
 
     Attributes:
-        step: x, cos, sin, slot_mapping, seq_lens, query_start_loc, block_tables.
         layers: of each, those that the kernel's `Layer` points to, in its order.
         norm, head: behind the layers.
-        chosen: of which token each row of logits is; None: of its own.
     """
 
-    step: tuple[Tensor, ...]
     layers: tuple[tuple[Tensor | None, ...], ...]
     norm: Tensor
     head: Tensor
-    chosen: Tensor | None
 
 
 def parted(decoder: Decoder, tensors: Sequence[Tensor]) -> Operands:
@@ -75,11 +71,9 @@ def parted(decoder: Decoder, tensors: Sequence[Tensor]) -> Operands:
         gates = _whole(f"the gate of layer {i}", gate_up)
         layers.append((norm, whole, q_norm, k_norm, out, mlp_norm, gates, down, k, v))
     (norm,), head, chosen = take(1), take(in_head), take(decoder.chosen)
-    made = Operands(step, tuple(layers), norm, _whole("the head", head), *(chosen or (None,)))
-    named = [("the step", x) for x in (*step, *chosen)] + [
-        ("the last norm", norm),
-        ("the head", made.head),
-    ]
+    made = Operands(tuple(layers), norm, _whole("the head", head))
+    named = [("the step", x) for x in (*step, *chosen)]
+    named += [("the last norm", norm), ("the head", made.head)]
     named += [(f"layer {i}", x) for i, of in enumerate(layers) for x in of if x is not None]
     for where, x in named:
         if not x.is_contiguous() or (x.dtype == torch.bfloat16 and x.data_ptr() % 16):
@@ -140,7 +134,7 @@ class Launch:
         self._layers = torch.tensor(pointers, dtype=torch.int64, device=device)
         self._words = torch.zeros(self._kernel.words, dtype=torch.int64, device=device)
         self._number = torch.tensor([1, 0], dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # graphs go to another
+        torch.cuda.current_stream(device).synchronize()  # a graph's stream does not wait for it
 
     def __call__(self, sizes: Any, host: Any, *tensors: Tensor) -> tuple[Tensor]:
         """One step of a token of each request.
@@ -150,7 +144,7 @@ class Launch:
         """
         x, cos, sin, slots, seq_lens, starts, table = tensors[:FIRST]
         chosen = tensors[self.decoder.operands - 1] if self.decoder.chosen else None
-        logits = x.new_empty(self.decoder.tokens, self.decoder.words)
+        logits = x.new_empty(self.decoder.tokens, self.decoder.vocab)
         read = (x, cos, sin, self._norm, self._head, logits, slots, chosen, seq_lens, starts, table)
         given = (self._layers, *read, self._words, self._number)
         step = _Step(

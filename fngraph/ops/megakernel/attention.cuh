@@ -1,5 +1,5 @@
-// Attention over a paged cache, a query row a request: a split's warps take KEYS of its keys in
-// turn.
+// Attention over a paged cache, a query row a request: a split's warps take chunks of KEYS of its
+// keys in turn.
 
 #pragma once
 #include "products.cuh"
@@ -7,6 +7,7 @@
 #define SHARE (HEADS / KV_HEADS)  // query heads of a kv head
 #define KEYS 16                   // of a warp at a time
 #define MOST_SPLITS 16            // programs that share a kv head's keys
+static_assert(SHARE <= 8 && MOST_SPLITS <= 32, "heads are rows of a tile, splits lanes of a warp");
 
 struct Layer {
   const u16 *norm, *qkv, *q_norm, *k_norm, *out, *mlp_norm, *gate_up, *down;
@@ -41,8 +42,9 @@ struct Shared {
 };
 extern "C" __device__ long long shared_bytes = sizeof(Shared);
 
-// words of a token in a layer: q, k and v; each split's outputs and their weights, and all splits'
-// merged; a sum; the gate; of several, its key and value for requests that read what it writes
+// words of a token in a layer: q, k and v; each split's outputs and the logs of their weights, and
+// all splits' merged; a sum; the gate; of several, its key and value for requests that read what it
+// writes
 constexpr size_t QKV = Qkv::GROUPS * 4, SPLIT = HEADS * HEAD / 2, SUM = WIDTH / 2, GATE = MLP / 2;
 constexpr size_t OUTS = MOST_SPLITS * SPLIT, LOGS = MOST_SPLITS * HEADS;
 constexpr size_t NEWS = TOKENS > 1 ? KV_HEADS * HEAD : 0;
@@ -58,11 +60,11 @@ struct Attention {
   Shared& m;
   const u32 step;
   int request_ = -1, split_, splits, len;
-  int whose[2];  // of the turns in shared memory: the request whose new key a lane's is; -1: none's
+  int whose[2];  // of both chunks in memory: the request whose new key a lane's is; -1: none's
 
   __device__ __forceinline__ Attention(const Step& a, Shared& m, u32 step)
       : a(a), m(m), step(step) {
-    int lens[TOKENS], wanted[TOKENS], all = 0, first = 0;
+    int lens[TOKENS], wanted[TOKENS], all = 0, before = 0;
 #pragma unroll
     for (int r = 0; r < TOKENS; r++) {
       lens[r] = a.start[r + 1] > a.start[r] ? min(a.seq_len[r], a.blocks * BLOCK) : 0;
@@ -74,12 +76,12 @@ struct Attention {
       int have = wanted[r];
       if (all > SHARERS) have = (int)((long long)have * (SHARERS - TOKENS) / all) + 1;
       have = min(have, MOST_SPLITS);
-      const int own = (int)blockIdx.x / KV_HEADS - first;
+      const int own = (int)blockIdx.x / KV_HEADS - before;
       if (r == 0 || (own >= 0 && own < have)) {
         request_ = own < have ? r : -1;
         split_ = own, splits = have, len = lens[r];
       }
-      first += have;
+      before += have;
     }
   }
   static __device__ __forceinline__ int kv_head() { return blockIdx.x % KV_HEADS; }
@@ -92,8 +94,8 @@ struct Attention {
   }
   __device__ __forceinline__ const int* table() const { return a.table + request() * a.blocks; }
   __device__ __forceinline__ long long slot() const { return m.slots[request()]; }
-  __device__ __forceinline__ int first() const { return split() * WARPS + (threadIdx.x >> 5); }
-  __device__ __forceinline__ int turn() const { return splits * WARPS; }
+  __device__ __forceinline__ int begin() const { return split() * WARPS + (threadIdx.x >> 5); }
+  __device__ __forceinline__ int stride() const { return splits * WARPS; }
 
   // The request whose new key belongs there; -1: none's.
   __device__ __forceinline__ int writer(int at) const {
@@ -104,23 +106,24 @@ struct Attention {
     return found;
   }
 
-  // A turn's cached keys and values into shared memory, zeros in the place of the new ones.
-  __device__ __forceinline__ void fetch(const Layer& y, int chunk, int half) {
+  // A chunk's cached keys and values into shared memory; zeros in the place of the step's new ones,
+  // and behind the last.
+  __device__ __forceinline__ void fetch(const Layer& y, int chunk, int stage) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     constexpr int PIECES = HEAD / 8;
     if (chunk * KEYS < len) {
       const int key = chunk * KEYS + lane % KEYS;
       const int slot = key < len ? table()[key / BLOCK] * BLOCK + key % BLOCK : -1;
       const int of = key < len ? writer(slot) : -1, cached = of < 0 ? slot : -1;
-      (half ? whose[1] : whose[0]) = of;
+      (stage ? whose[1] : whose[0]) = of;
 #pragma unroll 2
       for (int i = 0; i < KEYS * PIECES / 32; i++) {
         const int e = i * 32 + lane, row = e / PIECES, d = e % PIECES * 8;
         const int from = __shfl_sync(~0u, cached, row);
         const size_t at = ((size_t)max(from, 0) * KV_HEADS + kv_head()) * HEAD + d;
         const u32 bytes = from < 0 ? 0 : 16;  // 0: zeros
-        copy_later(&m.k[half][warp][row][d], y.k_cache + at, bytes);
-        copy_later(&m.v[half][warp][row][d], y.v_cache + at, bytes);
+        copy_later(&m.k[stage][warp][row][d], y.k_cache + at, bytes);
+        copy_later(&m.v[stage][warp][row][d], y.v_cache + at, bytes);
       }
     }
     end_group();
@@ -188,11 +191,11 @@ struct Attention {
 
     float highest = -1e30f, sum = 0.f, acc[HEAD / 16][4] = {};
     const int n = lane >> 2, pair = (lane & 3) * 2, head = n < SHARE ? n : 0;
-    int half = 0;
-    for (int chunk = first(); chunk * KEYS < len; chunk += turn(), half ^= 1) {
+    int stage = 0;
+    for (int chunk = begin(); chunk * KEYS < len; chunk += stride(), stage ^= 1) {
       wait_but<1>();
       __syncwarp();
-      const int mine = lane < KEYS ? half ? whose[1] : whose[0] : -1;
+      const int mine = lane < KEYS ? stage ? whose[1] : whose[0] : -1;
       for (u32 left = __ballot_sync(~0u, mine >= 0); left; left &= left - 1) {
         const int row = __ffs(left) - 1, of = TOKENS > 1 ? __shfl_sync(~0u, mine, row) : 0;
         for (int d = lane * 2; d < HEAD; d += 64) {
@@ -203,8 +206,8 @@ struct Attention {
             find(p, p + HALF, x, z, step);
             k = (u32)x, v = (u32)z;
           }
-          *(u32*)&m.k[half][warp][row][d] = k;
-          *(u32*)&m.v[half][warp][row][d] = v;
+          *(u32*)&m.k[stage][warp][row][d] = k;
+          *(u32*)&m.v[stage][warp][row][d] = v;
         }
       }
       __syncwarp();
@@ -213,8 +216,8 @@ struct Attention {
       for (int t = 0; t < 2; t++)
 #pragma unroll
         for (int s = 0; s < HEAD / 32; s++) {
-          const uint4 k = shared(&m.k[half][warp][t * 8 + n][s * 32 + pair * 4]),
-                      q = shared(&m.q[head][s * 32 + pair * 4]);
+          const uint4 k = load16(&m.k[stage][warp][t * 8 + n][s * 32 + pair * 4]),
+                      q = load16(&m.q[head][s * 32 + pair * 4]);
           mma(score[t], q.x, 0, q.y, 0, k.x, k.y);
           mma(score[t], q.z, 0, q.w, 0, k.z, k.w);
         }
@@ -242,7 +245,7 @@ struct Attention {
         uint4 v[4];
 #pragma unroll
         for (int j = 0; j < 4; j++)
-          v[j] = shared(&m.v[half][warp][pair + (j & 1) + (j >> 1) * 8][b * 64 + n * 8]);
+          v[j] = load16(&m.v[stage][warp][pair + (j & 1) + (j >> 1) * 8][b * 64 + n * 8]);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
           const u32 v0 = (&v[0].x)[j], v1 = (&v[1].x)[j], v2 = (&v[2].x)[j], v3 = (&v[3].x)[j];
@@ -251,7 +254,7 @@ struct Attention {
         }
       }
       __syncwarp();
-      fetch(y, chunk + 2 * turn(), half);
+      fetch(y, chunk + 2 * stride(), stage);
     }
     wait_but<0>();
     sum += __shfl_xor_sync(~0u, sum, 1);

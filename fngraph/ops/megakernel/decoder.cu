@@ -8,8 +8,9 @@
 // each result is a word, two numbers and the number of the step, and who needs it looks until that
 // is there.
 //
-// Macros that a shape is compiled by: PROGRAMS, TOKENS (4 at most), WIDTH, HEADS, KV_HEADS, HEAD,
-// MLP, LAYERS, WORDS, BLOCK, NORMED (of q and k).
+// A program is a thread block, its own memory is shared memory. Macros that it is compiled by:
+// PROGRAMS, WARPS, RING (loads of weights ahead, of a lane), TOKENS (4 at most), WIDTH, HEADS,
+// KV_HEADS, HEAD, MLP, LAYERS, VOCAB, BLOCK, NORMED (of q and k).
 
 #include "attention.cuh"
 
@@ -123,8 +124,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const u16* out_from = Out::begin(y.out);
     fill<Qkv, Out>(ring, out_from, Out::room());
     if (attention.attends()) {
-      attention.fetch(y, attention.first(), 0);
-      attention.fetch(y, attention.first() + attention.turn(), 1);
+      attention.fetch(y, attention.begin(), 0);
+      attention.fetch(y, attention.begin() + attention.stride(), 1);
     }
     take_normed(before, y.norm, same);
     run<Qkv, Out>(ring, from, out_from, Out::room(), m.input[warp],
@@ -207,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           const int t = TOKENS > 1 ? i / rows : 0, row = i - t * rows;
           const int group = program + (r / AT_ONCE * AT_ONCE * GROUPS + (row >> 3)) * PROGRAMS;
           if (group < Head::GROUPS)
-            a.logits[(size_t)t * WORDS + group * 8 + (row & 7)] =
+            a.logits[(size_t)t * VOCAB + group * 8 + (row & 7)] =
                 (u16)pack(total(m.parts[t][0], ROWS, row) * (t ? norm_scale(t) : scale), 0.f);
         }
         __syncthreads();

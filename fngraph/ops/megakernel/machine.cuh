@@ -60,7 +60,7 @@ __device__ __forceinline__ T& own() {
   extern __shared__ __align__(16) char memory[];
   return *(T*)memory;
 }
-// 16 bytes of `from`, or of `bytes` 0 zeros, by the time that its group is waited for
+// Copies 16 bytes, or writes 16 zeros if `bytes` is 0, by the time that its group is waited for
 __device__ __forceinline__ void copy_later(u16* to, const u16* from, u32 bytes) {
   const u32 at = __cvta_generic_to_shared(to);
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes));

@@ -4,9 +4,8 @@
 #pragma once
 #include "words.cuh"
 
-#define WARPS 8
 #define THREADS (WARPS * 32)
-#define RING 32  // loads of weights ahead, of a lane
+static_assert(TOKENS <= 4, "a token has two of the first 8 rows of a tile");
 
 template <int FROM, int TO>
 struct Each {  // f<FROM>() ... f<TO - 1>()
@@ -74,9 +73,9 @@ typedef Product<WIDTH, (HEADS + 2 * KV_HEADS) * HEAD / 8, false> Qkv;
 typedef Product<HEADS * HEAD, WIDTH / 8, false> Out;
 typedef Product<WIDTH, MLP / 8, true> GateUp;
 typedef Product<MLP, WIDTH / 8, false> Down;
-typedef Product<WIDTH, WORDS / 8, false> Head;
+typedef Product<WIDTH, VOCAB / 8, false> Head;
 
-constexpr int PART_ROWS =
+constexpr int PART_ROWS =  // of the head's rounds too, of which one of 512 columns has 128
     larger(larger(larger(Qkv::ROWS, Out::ROWS), larger(GateUp::ROWS, Down::ROWS)), 128);
 constexpr int SIDE = WARPS * PART_ROWS;                                 // sums of a token
 constexpr int INPUT = larger(larger(WIDTH, MLP), HEADS* HEAD) / WARPS;  // a token's of a warp
@@ -105,7 +104,7 @@ struct Input {  // of a warp, in registers where they are few
       : at(from[min((threadIdx.x & 31) >> 3, TOKENS - 1)] + (threadIdx.x & 7) * 8) {
     if constexpr (HELD) {
 #pragma unroll
-      for (int s = 0; s < STEPS; s++) held[s] = shared(at + s * 64);
+      for (int s = 0; s < STEPS; s++) held[s] = load16(at + s * 64);
     }
   }
   template <int S>
@@ -113,7 +112,7 @@ struct Input {  // of a warp, in registers where they are few
     if constexpr (HELD)
       return held[S];
     else
-      return shared(at + S * 64);
+      return load16(at + S * 64);
   }
 };
 
@@ -123,7 +122,7 @@ struct Input {  // of a warp, in registers where they are few
 template <int COLUMNS>
 __device__ __forceinline__ void take(const u64* words, u16 (*input)[INPUT], u32 step) {
   constexpr int MINE = COLUMNS / WARPS, CHUNKS = MINE / 4, N = (CHUNKS + 31) / 32, ALL = N * TOKENS,
-                TURNS = (ALL + MOST_PAIRS - 1) / MOST_PAIRS, M = (ALL + TURNS - 1) / TURNS;
+                ROUNDS = (ALL + MOST_PAIRS - 1) / MOST_PAIRS, M = (ALL + ROUNDS - 1) / ROUNDS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   words += warp * (MINE / 2) + lane * 2;
 #pragma unroll
@@ -188,7 +187,7 @@ __device__ __forceinline__ void run(uint4 (&ring)[RING], const u16* from, const 
     constexpr int PARTS = G / P::SLOTS, ROUNDS = P::COUNT * PARTS;
     auto round = [&](int r, auto refill) {
       Each<0, P::SLOTS>::go([&]<int V>() {
-        multiply(ring[V], shared(x.at + (r % PARTS * (P::SLOTS / 2) + V / 2) * 64), acc[V % 2]);
+        multiply(ring[V], load16(x.at + (r % PARTS * (P::SLOTS / 2) + V / 2) * 64), acc[V % 2]);
         refill.template operator()<V>((r + 1) / PARTS, (r + 1) % PARTS * P::SLOTS + V);
       });
       if (r % PARTS == PARTS - 1) add_up(acc, to + r / PARTS * 8);

@@ -9,7 +9,7 @@ import torch
 
 from fngraph.ops.triton.launching import processors, shared_bytes
 
-WARPS, RING = 8, 32  # as in products.cuh
+WARPS, RING = 8, 32  # of a program; loads of 16 bytes that each lane has on the way
 MOST_TOKENS = 4  # each has two rows of a tile's 16; of the second 8 a lane would hold as much again
 # pairs of words of all tokens' sums, of 1024 columns each, that a lane has in registers at a time:
 # with 9, three requests of a model of 3072 columns, it was faster than a chain; more was not tried
@@ -25,13 +25,13 @@ class Decoder(NamedTuple):
         heads, kv_heads, head_dim: of attention.
         mlp: columns of the gate.
         layers: how many there are.
-        words: of the vocabulary.
+        vocab: words of the vocabulary.
         block: tokens of a block of the cache.
         normed: whether heads of q and k have norms.
         eps: of the norms, and `head_eps` of those of heads.
         scale: of scores.
-        weights: how many of them make up the matrix of q, k and v, that of the gate and the sum
-            behind it, and the head, which lie side by side.
+        weights: how many of them make up the matrix of q, k and v, that of gate and up, and the
+            head, which lie side by side.
         chosen: whether the last operand says of which token each row of logits is, int64.
         tokens: of a step, each of another request, in order.
     """
@@ -42,7 +42,7 @@ class Decoder(NamedTuple):
     head_dim: int
     mlp: int
     layers: int
-    words: int
+    vocab: int
     block: int
     normed: bool
     eps: float
@@ -65,11 +65,11 @@ class Decoder(NamedTuple):
     def refusal(self) -> str | None:
         """Why no kernel is compiled for these shapes, or None."""
         inputs = {self.width: "the model", self.heads * self.head_dim: "attention", self.mlp: "mlp"}
-        rows = (self.width, self.mlp, self.words)
+        rows = (self.width, self.mlp, self.vocab)
         for columns, whose in inputs.items():
             if columns % (64 * WARPS):
                 return f"{columns} columns of {whose} are no multiple of {64 * WARPS}"
-            loads = columns // (32 * WARPS)  # of a row: more than the ring are read by parts
+            loads = columns // (32 * WARPS)  # of 8 rows: more than the ring are read by parts
             if loads > RING and not any(loads % n == 0 for n in range(8, RING + 1, 2)):
                 return f"{columns} columns of {whose} have no parts of 8 to {RING} loads"
         if any(n % 8 for n in rows):
@@ -87,7 +87,7 @@ class Decoder(NamedTuple):
         if why := why_not_on(device):
             return why
         if not self.most_tokens(processors(device), shared_bytes(device)):
-            return "its kv heads are more than there are multiprocessors, or have too little memory"
+            return "multiprocessors are fewer than its kv heads, or have too little shared memory"
         return None
 
     def most_tokens(self, programs: int, memory: int) -> int:
@@ -132,7 +132,8 @@ def macros(decoder: Decoder, programs: int) -> list[str]:
     values = {
         "PROGRAMS": programs, "TOKENS": decoder.tokens, "WIDTH": decoder.width,
         "HEADS": decoder.heads, "KV_HEADS": decoder.kv_heads, "HEAD": decoder.head_dim,
-        "MLP": decoder.mlp, "LAYERS": decoder.layers, "WORDS": decoder.words,
+        "MLP": decoder.mlp, "LAYERS": decoder.layers, "VOCAB": decoder.vocab,
         "BLOCK": decoder.block, "NORMED": int(decoder.normed),
+        "WARPS": WARPS, "RING": RING,
     }  # fmt: skip
     return [f"-D{name}={value}" for name, value in values.items()]

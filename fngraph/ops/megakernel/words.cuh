@@ -9,9 +9,9 @@ __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 __device__ __forceinline__ float rounded(float a) { return low(pack(a, 0.f)); }
-__device__ __forceinline__ uint4 shared(const u16* p) { return *(const uint4*)p; }
+__device__ __forceinline__ uint4 load16(const u16* p) { return *(const uint4*)p; }
 
-// A word is a number, or two, and the number of the step.
+// A word is a number, or two, and the number of the step: data and flag in one store, NCCL's LL.
 __device__ __forceinline__ void put(u64* p, u32 v, u32 step) { put(p, (u64)v | ((u64)step << 32)); }
 __device__ __forceinline__ bool is_of(u64 v, u32 step) { return (u32)(v >> 32) == step; }
 

@@ -77,7 +77,7 @@ class Emulated:
 
 
 CONFIG: Any = {**SMALL, "num_layers": 2, "vocab_size": 520}
-UNEVEN: Any = {**CONFIG, "num_kv_heads": 1, "dim": 1024, "mlp_dim": 1536, "head_dim": 128}
+UNEVEN: Any = {**CONFIG, "num_kv_heads": 1, "dim": 1536, "mlp_dim": 1536, "head_dim": 128}
 MODELS: dict[str, tuple[Any, Any, int]] = {  # and multiprocessors
     "llama": (llama, llama.Config(**CONFIG, head_dim=64), 12),
     "uneven": (llama, llama.Config(**UNEVEN, tied=True), 13),
@@ -97,9 +97,12 @@ class Model:
             self.executable = stage.split().lower().compile().executable
         self.constants = list(stage.constants.values())
 
-    def steps(self, batches: Sequence[Any], seed: int = 0) -> tuple[list[Tensor], Any]:
+    def steps(
+        self, batches: Sequence[Any], seed: int = 0, cache: Any = None
+    ) -> tuple[list[Tensor], Any]:
         """Logits of some steps, one after another in one key's buffers, and the cache then."""
-        device, cache, own = Emulated(self.programs, seed), clone(self.cache), clone(batches[0])
+        cache = clone(self.cache if cache is None else cache)
+        device, own = Emulated(self.programs, seed), clone(batches[0])
         inputs = [*tensors((self.params, cache, own)), *self.constants]
         tokens, logits = batches[0].spec.num_tokens, []
         sizes = {"T": tokens, "R": tokens}
@@ -231,11 +234,34 @@ def test_padding_is_nobodys(name: str, tokens: int) -> None:
     """Requests behind the last are of no tokens: they read no key, write none, and change none."""
     of, batch = model(name), batch_of_some((130, 9), "cpu")
     (alone,), _ = of.steps([batch])
-    (logits,), cache = of.steps([padded(batch, tokens)])
+    all_rows = dataclasses.replace(padded(batch, tokens), logits_indices=torch.arange(tokens))
+    (logits,), cache = of.steps([all_rows])
     assert torch.equal(logits[:2], alone) and logits.isfinite().all()
     for x, y in zip(tensors(cache), tensors(of.cache)):
         changed = (x != y).flatten(2).any(-1).flatten().nonzero().flatten()
         assert sorted(changed.tolist()) == sorted(batch.slot_mapping.tolist())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("lengths", [(1,), (130,), (2100,), (5, 300), (20, 40, 17, 33)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_nobody_reads_may_be_anything(name: str, lengths: tuple[int, ...]) -> None:
+    """Slots behind the last key of a block and of other blocks, and tables behind the last one."""
+    of, n = model(name), len(lengths)
+    batch = batch_of(*lengths) if n == 1 else batch_of_some(lengths, "cpu")
+    (want,), _ = of.steps([batch])
+    at = torch.arange(batch.block_tables.shape[1] * BLOCK)
+    slots = batch.block_tables[:, at // BLOCK] * BLOCK + at % BLOCK
+    read = torch.zeros(of.cache[0][0].shape[0] * BLOCK, dtype=torch.bool)
+    read[slots[at < batch.seq_lens[:, None]].long()] = True
+    dirty = clone(of.cache)
+    for x in tensors(dirty):
+        x.flatten(0, 1)[~read] = float("nan")
+    behind = at[::BLOCK] >= batch.seq_lens[:, None]
+    for value in (-1, 10**6):
+        table = batch.block_tables.masked_fill(behind, value)
+        (got,), _ = of.steps([dataclasses.replace(batch, block_tables=table)], cache=dirty)
+        assert torch.equal(got, want)
 
 
 @pytest.mark.rest

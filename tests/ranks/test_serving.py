@@ -172,7 +172,7 @@ def test_two_gpus_write_what_one_does(kind: str):
     with torch.no_grad():
         want = run.stream(fg.make_mesh("cuda", **ONE), "NONE")
     jobs = [(kind, mode) for mode in run.MODES]
-    both = starting.in_turn(run.streams, 2, jobs, 2, run.MODES, "cuda", within=280)
+    both = starting.in_turn(run.streams, 2, jobs, 2, run.MODES, "cuda", within=140)
     for found in both[: 1 + (kind == "dp")]:
         for mode in run.MODES:
             check(found[kind, mode], want, mode)

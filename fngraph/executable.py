@@ -23,7 +23,7 @@ from fngraph.core.costs.roofline import Constants
 from fngraph.core.memory import Bytes
 from fngraph.core.program import Program
 from fngraph.core.spec import Key
-from fngraph.core.text import expect
+from fngraph.core.text import count as counted, expect
 from fngraph.errors import CaptureError, PackageError
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.table import DonationTable
@@ -31,7 +31,7 @@ from fngraph.fx.leaves import Leaf
 from fngraph.fx.rows.boxes import Boxes
 from fngraph.fx.tracing.ambient import Ambient
 from fngraph.graphs.replay import InstructionFn
-from fngraph.one_launch import OneLaunch
+from fngraph.one_launch import Layers, OneLaunch
 from fngraph.ops.backend import Planner
 from fngraph.ranks.agreement import Peers
 
@@ -208,8 +208,18 @@ COMPILED = (
 
 
 def launch_model_of(
-    count: Count, table: DispatchTable, level: str, constants: Constants, context: int | None
-) -> LaunchModel:
-    """See `Lowered.launch_model`."""
-    notes = () if level == "none" else (COMPILED,)
-    return LaunchModel(count, table, constants, notes, context)
+    count: Count, table: DispatchTable, level: str, layers: Layers | None, constants: Constants,
+    context: int | None,
+) -> LaunchModel:  # fmt: skip
+    """See `Lowered.launch_model`.
+
+    Args:
+        layers: those of a decoder that keys of few requests run as one launch.
+    """
+    notes = [] if level == "none" else [COMPILED]
+    if layers is not None:
+        notes.append(
+            f"FULL keys of up to {counted(layers.most, 'request')}, a token each, run a decoder's "
+            "layers as one launch, and are counted kernel by kernel: they take less"
+        )
+    return LaunchModel(count, table, constants, tuple(notes), context)

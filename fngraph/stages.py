@@ -474,7 +474,8 @@ class Lowered:
                 `python -m benchmarks launch --constants FILE`.
             context: tokens of each request where a batch's spec does not say.
         """
-        return launch_model_of(self._count, self.table, self.level, constants, context)
+        layers = self.one_launch if isinstance(self.one_launch, Layers) else None
+        return launch_model_of(self._count, self.table, self.level, layers, constants, context)
 
     @functools.cached_property
     def _count(self) -> Count:

@@ -503,6 +503,24 @@ def test_how_many_tokens_fit(name: str) -> None:
     assert not made.most_tokens(made.kv_heads - 1, 227 * 1024)
 
 
+@pytest.mark.parametrize(("most", "said"), [(1, "up to 1 request,"), (3, "up to 3 requests,")])
+def test_what_is_predicted_of_its_keys(
+    most: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are counted as if there were no launch of all, which a note says."""
+    stage, *_ = traced(*family_and_config("llama"))
+    monkeypatch.setattr(one_launch.Decoder, "refusal_on", lambda self, device: None)
+    monkeypatch.setattr(one_launch.Decoder, "most_tokens", lambda self, programs, memory: most)
+    constants = fg.core.Constants(
+        fg.core.DeviceConstants("d", 1e6, {"bfloat16": 1e6}, 1.0),
+        fg.core.HostConstants("h", 1.0, 1.0, 0.0, 1.0, 1.0),
+    )
+    (note,) = stage.split().lower().launch_model(constants, 9).notes
+    assert said in note and "kernel by kernel" in note
+    stage, *_ = traced(*family_and_config("llama"), megakernel=False)
+    assert not stage.split().lower().launch_model(constants, 9).notes
+
+
 def test_compiled_pieces_are_those_that_a_key_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the one launch, those ahead and behind, for its sizes; nothing is compiled here."""
     family, config = family_and_config("llama")

@@ -360,7 +360,8 @@ class Step(Generic[R]):
     def launch_model(self, constants: Constants, context: int | None = None) -> LaunchModel:
         """What steps take in each mode, predicted; see `Lowered.launch_model`."""
         made = self.main.executable
-        return launch_model_of(made.count, made.table, made.level, constants, context)
+        layers = None if made.one_launch is None else made.one_launch.layers
+        return launch_model_of(made.count, made.table, made.level, layers, constants, context)
 
     @property
     def memory(self) -> MemoryTable:

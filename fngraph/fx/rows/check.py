@@ -367,13 +367,20 @@ _JUDGING = {"multinomial": ("self",), "bernoulli": ("self", "p"), "normal": ("st
 """Ops that do, beside those that look up or divide, and of which arguments."""
 
 
+_OF_SIZES = {
+    torch.SymInt: torch.int64, torch.SymBool: torch.bool, torch.SymFloat: torch.float64,
+}  # fmt: skip
+
+
 def may_raise(call: OpCall, name: str, x: fx.Node) -> bool:
-    """Whether an op raises an error, or ends the process, at some numbers of an argument."""
+    """Whether an op raises an error, or ends the process, at some numbers of an argument: a tensor,
+    or a number that is made of T and R."""
+    value = x.meta["val"]
+    kind = _OF_SIZES[type(value)] if is_size(x) else value.dtype
     if name in ("index", "indices", "target"):
-        return x.meta["val"].dtype not in (torch.bool, torch.uint8)  # masks
+        return kind not in (torch.bool, torch.uint8)  # masks
     if name == "other":
-        kinds = x.meta["val"].dtype, dtype_of(call)
-        whole = not any(kind.is_floating_point or kind.is_complex for kind in kinds)
+        whole = not any(k.is_floating_point or k.is_complex for k in (kind, dtype_of(call)))
         return call.name in DIVISIONS and whole
     return name in _JUDGING.get(call.name, ())
 

@@ -28,8 +28,8 @@ def family_and_config(name: str) -> tuple[Any, Any]:
         sizes = {**SMALL, "num_heads": 16, "dim": 1536, "mlp_dim": 2560, "vocab_size": 1000}
         return llama, llama.Config(**sizes, head_dim=128, tied=True)
     if name == "layers of an 8B":  # products that take several turns of the ring
-        sizes = {**SMALL, "num_heads": 32, "num_kv_heads": 8, "dim": 4096, "mlp_dim": 14336}
-        return llama, llama.Config(**{**sizes, "num_layers": 2}, head_dim=128)
+        sizes = {**SMALL, "num_layers": 2, "num_heads": 32, "num_kv_heads": 8}
+        return llama, llama.Config(**{**sizes, "dim": 4096, "mlp_dim": 14336}, head_dim=128)
     heads = 64 if name == "qwen3" else 128
     return qwen3, qwen3.Config(**SMALL, head_dim=heads, rope_theta=1e6, norm_eps=1e-6, tied=True)
 

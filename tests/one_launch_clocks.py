@@ -39,10 +39,10 @@ PARTS = (  # what a layer does, and the line with which it begins, or behind whi
     ("down", "    take<MLP>(gate, m.input[warp], step);\n"),
 )
 ATTENDS = (  # what a program that attends does, and the line ahead of which it ends
-    ("  q, k, v: waits, turned", "    if (split() == 0 && slot() >= 0 && thread < HALF) {\n"),
-    ("  k, v written; keys", "    wait_but<0>();\n"),
-    ("  warps' sums", "    if (!alone) merge(outs, logs, merged);\n"),
-    ("  merges: waits", "  }\n\n  // This split's share"),
+    ("attention: q, k, v", "    if (split() == 0 && slot() >= 0 && thread < HALF) {\n"),
+    ("attention: keys", "    wait_but<0>();\n"),
+    ("attention: warps' sums", "    if (!alone) merge(outs, logs, merged);\n"),
+    ("attention: merges", "  }\n\n  // This split's share"),
 )
 END = "    before = end;\n"
 MARKS = len(PARTS) + len(ATTENDS) + 2  # the end of a layer too, in ticks and in ns

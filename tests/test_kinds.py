@@ -25,10 +25,6 @@ WITHIN = {  # what stages hand on to one another, and no caller makes
     ("Traced", "computes_as"), ("Lowered", "compile"), ("Lowered", "runs"),
     ("DispatchTable", "order"),
 }  # fmt: skip
-CONSTANTS = fg.core.Constants(
-    fg.core.DeviceConstants("d", 1e6, {"float32": 1e6}, 1.0),
-    fg.core.HostConstants("h", 1.0, 1.0, 0.0, 1.0, 1.0),
-)
 MADE = {"Board", "DispatchTable", "Encoder", "Grid", "KeyBounds", "Stats", "Step"}
 """Classes that fngraph makes, and no caller."""
 ELSE = {"quantize_fp8", "quantize_fp8_rows", "scaled_linear", "write_cache"}
@@ -95,7 +91,7 @@ def held() -> dict[str, Any]:
     lowered = traced.split().lower()
     step, watched = plain.bind(params).capture(cache), verified.bind(params).capture(cache)
     recorded = plain.bind(params).capture(cache, record=9)
-    model = step.launch_model(CONSTANTS)
+    model = step.launch_model(toys.CONSTANTS)
     found = [
         traced, lowered, lowered.compile(), step, watched, recorded, step.table, toys.LIMITS,
         recorded.log, model,

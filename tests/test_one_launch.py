@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import toys
 from one_launch_cases import NAMES, SMALL, batch_of, family_and_config, found_in, greedy, traced
 from torch import Tensor, fx
 
@@ -511,14 +512,10 @@ def test_what_is_predicted_of_its_keys(
     stage, *_ = traced(*family_and_config("llama"))
     monkeypatch.setattr(one_launch.Decoder, "refusal_on", lambda self, device: None)
     monkeypatch.setattr(one_launch.Decoder, "most_tokens", lambda self, programs, memory: most)
-    constants = fg.core.Constants(
-        fg.core.DeviceConstants("d", 1e6, {"bfloat16": 1e6}, 1.0),
-        fg.core.HostConstants("h", 1.0, 1.0, 0.0, 1.0, 1.0),
-    )
-    (note,) = stage.split().lower().launch_model(constants, 9).notes
+    (note,) = stage.split().lower().launch_model(toys.CONSTANTS, 9).notes
     assert said in note and "kernel by kernel" in note
     stage, *_ = traced(*family_and_config("llama"), megakernel=False)
-    assert not stage.split().lower().launch_model(constants, 9).notes
+    assert not stage.split().lower().launch_model(toys.CONSTANTS, 9).notes
 
 
 def test_compiled_pieces_are_those_that_a_key_runs(monkeypatch: pytest.MonkeyPatch) -> None:

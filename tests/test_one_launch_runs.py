@@ -74,9 +74,10 @@ def few(of_few: Any) -> Any:
     return steps
 
 
-def kernels(step: Any) -> set[str]:
-    """Those of the key of one token."""
-    counts = step[step.dispatch(batch_of(1).spec).descriptor].counts
+def kernels(step: Any, requests: int = 1) -> set[str]:
+    """Those of the key of so many requests, a token each."""
+    spec = fg.BatchSpec(requests, requests, query_len=1)
+    counts = step[step.dispatch(spec).descriptor].counts
     return {name for name, _ in counts.names}
 
 
@@ -179,7 +180,7 @@ def test_keys_of_few_have_one_kernel_for_the_layers(few: Any) -> None:
     """And attention has none."""
     (step, _), _ = few
     for n in (2, 4):
-        names = {name for name, _ in step[fg.BatchDescriptor(n, n, query_len=1)].counts.names}
+        names = kernels(step, n)
         assert any("megakernel" in name for name in names)
         assert not any("attention" in name or "split" in name for name in names)
 
@@ -217,12 +218,11 @@ def test_layers_of_an_8b(of_an_8b: Any, lengths: tuple[int, ...]) -> None:
     """One request or two, as many as there is memory for."""
     *_, steps, old = of_an_8b
     as_before(steps, old)
-    n, batch = len(lengths), batch_of_some(lengths, "cuda")
+    batch = batch_of_some(lengths, "cuda")
     (got, want) = (step(cache, batch)[1] for step, cache in steps)
     for one, other in zip(got, want):
         close(one, other)
-    names = {name for name, _ in steps[0][0][fg.BatchDescriptor(n, n, query_len=1)].counts.names}
-    assert any("megakernel" in name for name in names)
+    assert any("megakernel" in name for name in kernels(steps[0][0], len(lengths)))
 
 
 @pytest.mark.gpu

@@ -23,6 +23,10 @@ SIZES = (1, 2, 4, 8, 16)
 FULL, PIECEWISE, NONE = fg.Mode.FULL, fg.Mode.PIECEWISE, fg.Mode.NONE
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+CONSTANTS = fg.core.Constants(  # of a machine that is none
+    fg.core.DeviceConstants("d", 1e6, {"float32": 1e6, "bfloat16": 1e6}, 1.0),
+    fg.core.HostConstants("h", 1.0, 1.0, 0.0, 1.0, 1.0),
+)
 
 
 @fg.struct

@@ -23,6 +23,7 @@ from fngraph.ops.megakernel import image
 from fngraph.ops.megakernel.shapes import why_not_on
 from fngraph.torch_facts.driver import driver_for
 from fngraph.torch_facts.layout import word_addresses
+from fngraph.torch_facts.portable import TRITON, installed
 
 
 class Row(NamedTuple):
@@ -53,22 +54,16 @@ def rows(environment: Mapping[str, str]) -> Iterator[Row]:
     yield from _extras()
 
 
-def _installed(name: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(name)
-    return None
-
-
 def _kernels() -> Iterator[Row]:
-    version = _installed("triton") or _installed("pytorch-triton") or _installed("triton-windows")
-    if version is None:
+    found = installed(*TRITON)
+    if not found:
         yield Row("Triton", "none", "kernels and attention are torch's ops: pip install triton")
         return
     from fngraph.ops.triton.direct import SEEN, was_seen
 
     seen = ", ".join(one + "*" for one in SEEN)
     slow = f"launches outside of graphs take the host some 40 us, of {seen} a few"
-    yield Row("Triton", version, "" if was_seen() else slow)
+    yield Row("Triton", ", ".join(found.values()), "" if was_seen() else slow)
 
 
 def _devices() -> Iterator[Row]:
@@ -110,7 +105,7 @@ def _nodes() -> Row:
         driver_for("to look at them")
     except PackageError as error:
         return Row(what, "not to be seen", str(error))
-    return Row(what, f"cuda.bindings {_installed('cuda-bindings')}")
+    return Row(what, " ".join(["cuda.bindings", *installed("cuda-bindings").values()]))
 
 
 def _compiled(environment: Mapping[str, str]) -> Row:
@@ -136,11 +131,13 @@ def _extras() -> Iterator[Row]:
         if found and found[2] not in ("dev", "docs") and found[1] != "fngraph":
             by_name.setdefault(found[1], []).append(found[2])
     for name, extras in by_name.items():
-        version = _installed(name)
-        missing = " or ".join(f"pip install 'fngraph[{extra}]'" for extra in extras)
-        yield Row(name, version or "none", "" if version else missing)
+        if version := installed(name).get(name):
+            yield Row(name, version)
+        else:
+            missing = " or ".join(f"pip install 'fngraph[{extra}]'" for extra in extras)
+            yield Row(name, "none", missing)
 
 
 def shown(environment: Mapping[str, str]) -> str:
     """The table."""
-    return table(["", "here", "what that costs"], [list(row) for row in rows(environment)])
+    return table(["", "here", "what that costs"], rows(environment))

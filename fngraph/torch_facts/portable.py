@@ -83,12 +83,21 @@ def _hook(value: Any) -> str:
     return text_of(value) if uuid is None else repr(uuid)
 
 
+TRITON = "triton", "pytorch-triton", "triton-windows"  # packages that it comes in
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """Versions of those that are, by name."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 def versions() -> dict[str, str]:
     """Of all that makes code or runs it."""
-    kernels = []
-    for name in ("triton", "pytorch-triton", "triton-windows"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            kernels.append(f"{name} {importlib.metadata.version(name)}")
+    kernels = [" ".join(one) for one in installed(*TRITON).items()]
     git = getattr(torch.version, "git_version", None)
     return {
         "torch": f"{torch.__version__} {git}", "triton": str(kernels),

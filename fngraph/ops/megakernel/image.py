@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fngraph.errors import CaptureError, PackageError
 from fngraph.ops.megakernel.shapes import Decoder, macros
+from fngraph.torch_facts.portable import installed
 
 WHAT = "a decoder in one launch"
 SOURCE = Path(__file__).with_name("decoder.cu")  # includes the *.cuh beside it
@@ -50,13 +49,16 @@ def facts_of(decoder: Decoder, programs: int, capability: str) -> dict[str, str]
     Raises:
         PackageError: there is no NVRTC.
     """
+    # NVRTC's own version has no third number
+    found = installed("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12")
+    packages = [" ".join(one) for one in found.items()]
     code = hashlib.sha256(SOURCE.read_bytes())
     for name, text in zip(*_beside()):
         code.update(b"\0" + name + b"\0" + text)
     return {
         "piece": WHAT, "range": str(decoder.tokens), "code": code.hexdigest(),
         "options": " ".join(_options(decoder, programs, capability)),
-        "nvrtc": " ".join([version(), *_packages()]),
+        "nvrtc": " ".join([version(), *packages]),
     }  # fmt: skip
 
 
@@ -71,15 +73,6 @@ def version() -> str:
     except RuntimeError as error:
         raise _missing(error) from error
     return ".".join(map(str, numbers))
-
-
-def _packages() -> list[str]:
-    """Versions of packages that NVRTC comes in, which differ where its own has no third number."""
-    found = []
-    for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return found
 
 
 def _nvrtc() -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import toys
 from torch.utils.flop_counter import FlopCounterMode
 
 import fngraph as fg
@@ -204,40 +205,28 @@ def test_a_chunk_of_many_tokens_goes_by_flops():
 
 def test_how_long_requests_are_has_to_be_said():
     low, *_ = lowered(modes="NONE")
-    constants = fg.core.Constants(
-        fg.core.DeviceConstants("d", 1e6, {"float32": 1e6}, 1.0),
-        fg.core.HostConstants("h", 1.0, 1.0, 0.0, 1.0, 1.0),
-    )
     spec = fg.BatchSpec(4, 4, query_len=1)
     with pytest.raises(SpecError, match="context=512"):
-        low.launch_model(constants).predict(spec)
+        low.launch_model(toys.CONSTANTS).predict(spec)
     said = spec._replace(host=fg.HostBounds(max_seq_len=9))
-    found = low.launch_model(constants, context=9).predict(spec)
-    assert found == low.launch_model(constants).predict(said) and found.wall_us > 0
+    found = low.launch_model(toys.CONSTANTS, context=9).predict(spec)
+    assert found == low.launch_model(toys.CONSTANTS).predict(said) and found.wall_us > 0
 
 
 def test_a_step_predicts_as_what_it_was_made_of():
     low, params, cache = lowered(modes="PIECEWISE")
-    constants = fg.core.Constants(
-        fg.core.DeviceConstants("d", 1e6, {"float32": 1e6}, 1.0),
-        fg.core.HostConstants("h", 1.0, 1.0, 0.0, 1.0, 1.0),
-    )
     step = low.compile().capture(params, cache)
     spec = fg.BatchSpec(5, 5)
-    found = step.launch_model(constants, 9).predict(spec)
-    assert found == low.launch_model(constants, 9).predict(spec)
+    found = step.launch_model(toys.CONSTANTS, 9).predict(spec)
+    assert found == low.launch_model(toys.CONSTANTS, 9).predict(spec)
     assert found.launches == 5 and math.isfinite(found.wall_us)
 
 
 def test_what_is_compiled_is_told_to_be_counted_as_traced():
     low, *_ = lowered(modes="NONE", compile="pieces")
-    constants = fg.core.Constants(
-        fg.core.DeviceConstants("d", 1e6, {"float32": 1e6}, 1.0),
-        fg.core.HostConstants("h", 1.0, 1.0, 0.0, 1.0, 1.0),
-    )
-    (note,) = low.launch_model(constants, 9).notes
+    (note,) = low.launch_model(toys.CONSTANTS, 9).notes
     assert "counted op by op" in note
-    assert note in low.launch_model(constants, 9).as_text((1,))
+    assert note in low.launch_model(toys.CONSTANTS, 9).as_text((1,))
 
 
 def test_a_primitive_without_a_formula_goes_by_its_rows_and_the_states_of_its_requests():

@@ -291,11 +291,6 @@ def test_what_fails_in_padding_is_refused_whoever_reads_it(name: str) -> None:
     assert says in str(error) and "No output is made of it, but it runs" in str(error)
 
 
-def joined_rows(x: Any) -> Any:
-    """T of padding behind T rows, whose number nothing may compute with."""
-    return torch.cat([x, x])
-
-
 @pytest.mark.parametrize("op", [operator.mul, operator.truediv, operator.floordiv, torch.fmod])
 @pytest.mark.parametrize(
     "number", [lambda n: n, lambda n: n > 0, lambda n: n * 1.5], ids=["int", "bool", "float"]
@@ -304,7 +299,7 @@ def test_numbers_made_of_mixed_sizes_are_refused(op: Any, number: Any) -> None:
     """Whatever an op does with one: numbers of sizes have no dtype."""
 
     def fn(x: Any, p: Any, b: Any) -> Any:
-        rows = joined_rows(x)
+        rows = torch.cat([x, x])
         return op(rows, number(rows.shape[0]))
 
     with pytest.raises(RowsError):

@@ -176,6 +176,7 @@ inline u32 pack(float a, float b) { return bfloat16(a) | bfloat16(b) << 16; }
 inline float rsqrtf(float v) { return 1.f / sqrtf(v); }
 inline float __expf(float v) { return expf(v); }
 inline int __ffs(u32 v) { return __builtin_ffs((int)v); }
+inline int __clz(int v) { return v ? __builtin_clz((u32)v) : 32; }
 inline u32 __byte_perm(u32 a, u32 b, u32 by) {
   const u64 both = a | (u64)b << 32;
   u32 v = 0;

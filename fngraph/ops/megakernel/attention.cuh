@@ -42,19 +42,20 @@ struct Shared {
 };
 extern "C" __device__ long long shared_bytes = sizeof(Shared);
 
-// words of a token in a layer: q, k and v; each split's outputs and the logs of their weights, and
-// all splits' merged; a sum; the gate; of several, its key and value for requests that read what it
-// writes
+// words of a token in a layer: q, k and v; all splits' outputs merged; a sum; the gate; of several,
+// its key and value for requests that read what it writes. And of a layer: each split's outputs and
+// the logs of their weights, a request's behind those of the one before
 constexpr size_t QKV = Qkv::GROUPS * 4, SPLIT = HEADS * HEAD / 2, SUM = WIDTH / 2, GATE = MLP / 2;
-constexpr size_t OUTS = MOST_SPLITS * SPLIT, LOGS = MOST_SPLITS * HEADS;
 constexpr size_t NEWS = TOKENS > 1 ? KV_HEADS * HEAD : 0;
-constexpr size_t OF_LAYER = TOKENS * (QKV + OUTS + LOGS + SPLIT + 2 * SUM + GATE + NEWS);
+constexpr int SHARERS = PROGRAMS / KV_HEADS;  // programs of a kv head, for all requests' splits
+constexpr size_t SPLITS = SHARERS < TOKENS * MOST_SPLITS ? SHARERS : TOKENS * MOST_SPLITS;
+constexpr size_t OUTS = SPLITS * SPLIT, LOGS = SPLITS * HEADS;
+constexpr size_t OF_LAYER = OUTS + LOGS + TOKENS * (QKV + SPLIT + 2 * SUM + GATE + NEWS);
 extern "C" __device__ long long words_of_step = LAYERS * OF_LAYER;
 
 // What a program has of a step's attention. Of the programs of a kv head each request has one or
 // more: as many as it has splits, or if these are too many, as many as its share of them.
 struct Attention {
-  static constexpr int SHARERS = PROGRAMS / KV_HEADS;
   static_assert(SHARERS >= TOKENS, "each request has a program of each kv head");
   const Step& a;
   Shared& m;
@@ -133,12 +134,13 @@ struct Attention {
   // and to those that read it in this step.
   __device__ __forceinline__ void attend(const Layer& y, const u64* qkv, u64* outs, u64* logs,
                                          u64* merged, u64* news) {
-    qkv += request() * QKV, outs += request() * OUTS, logs += request() * LOGS;
+    const int first = (int)blockIdx.x / KV_HEADS - split();  // of its request's splits
+    qkv += request() * QKV, outs += first * SPLIT, logs += first * HEADS;
     merged += request() * SPLIT;
     const bool alone = splits == 1;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     constexpr int OF_HEAD = HEAD / 4;  // threads: two pairs each
-    for (int i = warp * 32 + lane; i - lane < (SHARE + 1) * OF_HEAD; i += THREADS) {
+    for (int i = thread; i - lane < (SHARE + 1) * OF_HEAD; i += THREADS) {
       const bool in = i < (SHARE + 1) * OF_HEAD;
       const int h = in ? i / OF_HEAD : 0, d = i % OF_HEAD * 2;
       const bool is_k = h == SHARE;
@@ -169,13 +171,11 @@ struct Attention {
                                       rounded(z1 * high(c)) + rounded(x1 * high(s)));
       }
     }
-    if (thread >= THREADS - HALF) {
-      const int i = thread - (THREADS - HALF);
+    if (const int i = (thread - (THREADS - OF_HEAD)) * 2; i >= 0) {
       const u64* p = qkv + (HEADS + KV_HEADS + kv_head()) * HALF + i;
-      u64 x = look(p);
-      for (u32 looks = 0; !is_of(x, step); x = look(p))
-        if (++looks > PATIENCE) __trap();
-      *(u32*)(m.new_v + 2 * i) = (u32)x;
+      u64 x, z;
+      find(p, p + 1, x, z, step);
+      *(uint2*)(m.new_v + 2 * i) = make_uint2((u32)x, (u32)z);
     }
     __syncthreads();
     if (split() == 0 && slot() >= 0 && thread < HALF) {
@@ -195,8 +195,8 @@ struct Attention {
     for (int chunk = begin(); chunk * KEYS < len; chunk += stride(), stage ^= 1) {
       wait_but<1>();
       __syncwarp();
-      const int mine = lane < KEYS ? stage ? whose[1] : whose[0] : -1;
-      for (u32 left = __ballot_sync(~0u, mine >= 0); left; left &= left - 1) {
+      const int mine = stage ? whose[1] : whose[0];  // of the second half as of the first
+      for (u32 left = __ballot_sync(~0u, mine >= 0) % (1 << KEYS); left; left &= left - 1) {
         const int row = __ffs(left) - 1, of = TOKENS > 1 ? __shfl_sync(~0u, mine, row) : 0;
         for (int d = lane * 2; d < HEAD; d += 64) {
           u32 k = *(const u32*)(m.new_k + d), v = *(const u32*)(m.new_v + d);
@@ -296,8 +296,7 @@ struct Attention {
   // read at once.
   __device__ __forceinline__ void merge(const u64* outs, const u64* logs, u64* merged) {
     constexpr int ALL = SHARE * HALF;
-    int bits = 0;
-    while (1 << bits < splits) bits++;
+    const int bits = 32 - __clz(splits - 1);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, s = lane & ((1 << bits) - 1),
               at_once = 32 >> bits;
     const int each = (ALL + splits - 1) / splits, end = min((split() + 1) * each, ALL);

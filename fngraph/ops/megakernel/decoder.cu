@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   };
   // each row's number by `f(token, row of this program)`, two to a word
   auto publish = [&](u64* words, int rows, int groups, auto f) {
-    for (int i = warp * 32 + lane; i - lane < TOKENS * rows; i += THREADS) {
+    for (int i = thread; i - lane < TOKENS * rows; i += THREADS) {
       const int t = TOKENS > 1 ? i / rows : 0, row = i - t * rows;
       const float v = i < TOKENS * rows ? f(t, row) : 0.f, w = __shfl_down_sync(~0u, v, 1);
       const int group = program + (row >> 3) * PROGRAMS;
@@ -116,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
   for (int l = 0; l < LAYERS; l++) {
     const Layer& y = m.layers[l];
-    u64 *qkv = a.words + l * OF_LAYER, *outs = qkv + TOKENS * QKV, *logs = outs + TOKENS * OUTS,
-        *merged = logs + TOKENS * LOGS, *mid = merged + TOKENS * SPLIT, *gate = mid + TOKENS * SUM,
+    u64 *qkv = a.words + l * OF_LAYER, *outs = qkv + TOKENS * QKV, *logs = outs + OUTS,
+        *merged = logs + LOGS, *mid = merged + TOKENS * SPLIT, *gate = mid + TOKENS * SUM,
         *end = gate + TOKENS * GATE, *news = end + TOKENS * SUM;
 
     // q, k, v

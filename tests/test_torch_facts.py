@@ -10,12 +10,13 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fngraph.torch_facts import memory, names, schemas
+from fngraph.torch_facts import memory, names, schemas, symmetric
 
 aten = torch.ops.aten
 ROOT = Path(__file__).parent.parent / "fngraph"
@@ -263,3 +264,27 @@ def test_what_an_op_writes_and_what_it_views():
     assert schemas.written(aten.add.Tensor, (x, y), {}) == []
     assert schemas.is_view(aten.view.default) and not schemas.is_view(aten.add_.Tensor)
     assert not schemas.is_view(aten.add.Tensor) and not schemas.is_view(len)
+
+
+def test_memory_that_torch_lets_go_of_for_more_is_kept(monkeypatch: pytest.MonkeyPatch):
+    """By all that go through it; one of another group of the name is torch's no longer."""
+    room: dict[str, torch.Tensor] = {}
+
+    def go_through(x: torch.Tensor, *_: Any, **__: Any) -> Any:
+        if len(x) > len(room.get("tp", ())):
+            room["tp"] = torch.zeros(len(x))
+        return x, [x]
+
+    names_of = ("fused_matmul_reduce_scatter", "fused_all_gather_matmul")
+    ops = SimpleNamespace(**dict.fromkeys(names_of, go_through))
+    monkeypatch.setattr(symmetric._symmetric(), "_group_name_to_workspace_tensor", room)
+    monkeypatch.setattr(torch.ops, "symm_mem", ops)
+    kept: list[Any] = []
+    for rows in (2, 4, 3):
+        x = torch.ones(rows, 1)
+        symmetric.matmul_reduce_scatter(x, x, "tp", kept)
+        symmetric.all_gather_matmul(x, [x], "tp", kept)
+    assert [len(one) for one in kept] == [2, 4]
+    symmetric.forget_workspace("tp")
+    assert not room
+    symmetric.forget_workspace("tp")

@@ -13,6 +13,7 @@ Everything here is made once an axis, before any graph is captured, and stays wh
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor
 
@@ -52,7 +53,7 @@ class Shared:
         turns: (PROGRAMS,) int64: how often each program has used its slots.
         rank, size: of this process along the axis, and how many there are.
         wait_s: how long a program waits for its peers before it ends the device's work.
-        kept: what must live as long as the addresses do.
+        kept: what must live as long as graphs that have addresses of it.
     """
 
     own: Tensor
@@ -61,7 +62,7 @@ class Shared:
     rank: int
     size: int
     wait_s: int
-    kept: object = None
+    kept: list[Any] = dataclasses.field(default_factory=list)
 
     def way(self, rows: int, row_bytes: int) -> str:
         """How as many rows are summed: `ONE_SHOT`, `TWO_SHOT` or `APART`."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fngraph.ops.opaque import define_op
+from fngraph.ops.peers import Shared
 from fngraph.ranks.collectives import WHO, refused
 from fngraph.ranks.faults import failing_as, group_of
 from fngraph.ranks.symmetric import shared_of
@@ -35,12 +36,14 @@ OVERLAP_FROM = 512
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def overlaps(x: Tensor, axis: str, group: str) -> bool:
-    """Whether a product of these rows and a collective go at once: alike in all processes."""
+def _overlapping(x: Tensor, axis: str, group: str) -> Shared | None:
+    """Memory by which a product of these rows and a collective go at once, alike in all processes;
+    None: they go one after the other."""
     if not x.is_cuda or x.dim() != 2 or x.dtype not in _DTYPES or len(x) < OVERLAP_FROM:
-        return False
-    size = dist.get_world_size(group_of(group, axis))
-    return len(x) % size == 0 and shared_of(axis, group) is not None
+        return None
+    if len(x) % dist.get_world_size(group_of(group, axis)):
+        return None
+    return shared_of(axis, group)
 
 
 def _sum_and_norm(
@@ -57,8 +60,9 @@ def _product_sum_and_norm(
     x: Tensor, w: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool, axis: str,
     group: str, after: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if overlaps(x, axis, group):
-        own = matmul_reduce_scatter(_by_process(x, axis, group).flatten(0, 1), w.t(), group)
+    if shared := _overlapping(x, axis, group):
+        by_process = _by_process(x, axis, group).flatten(0, 1)
+        own = matmul_reduce_scatter(by_process, w.t(), group, shared.kept)
     else:
         own = _scattered(x @ w.t(), axis, group)
     return _normed(own, y, weight, eps, centred, axis, group)
@@ -79,13 +83,13 @@ def _gathered(x: Tensor, axis: str, group: str, after: Any = None) -> Tensor:
 def _gathered_products(
     x: Tensor, weights: Sequence[Tensor], axis: str, group: str, after: Any = None
 ) -> list[Tensor]:
-    if not overlaps(x, axis, group):
+    shared = _overlapping(x, axis, group)
+    if shared is None:
         whole = _gathered(x, axis, group)
         return [whole @ w.t() for w in weights]
-    found = group_of(group, axis)
-    size, rank = dist.get_world_size(found), dist.get_rank(found)
-    made = all_gather_matmul(x[rank::size].contiguous(), [w.t() for w in weights], group)
-    return [_in_order(one, size, len(x)) for one in made]
+    own = x[shared.rank :: shared.size].contiguous()
+    made = all_gather_matmul(own, [w.t() for w in weights], group, shared.kept)
+    return [_in_order(one, shared.size, len(x)) for one in made]
 
 
 def _by_process(rows: Tensor, axis: str, group: str) -> Tensor:

@@ -22,7 +22,7 @@ from fngraph.errors import RankError
 from fngraph.ops.peers import LARGEST, PROGRAMS, Shared, block_bytes
 from fngraph.ranks.faults import failing_as, group_of
 from fngraph.torch_facts.names import is_capturing, timeout_s
-from fngraph.torch_facts.symmetric import ON_ONE_DEVICE, share
+from fngraph.torch_facts.symmetric import ON_ONE_DEVICE, forget_workspace, share
 
 LOG = logging.getLogger("fngraph")
 
@@ -62,6 +62,8 @@ def shared_of(axis: str, group: str) -> Shared | None:
     found = group_of(group, axis)
     made = _MADE.get(group)
     if made is None or made.of is not found:
+        if made is not None:
+            forget_workspace(group)
         made = _MADE[group] = _Made(found, _make(axis, group))
     return made.shared
 
@@ -120,7 +122,7 @@ def _make(axis: str, group: str) -> Shared | None:
             rank,
             size,
             int(timeout_s(found)) + 1,
-            kept,
+            [kept],
         )
 
 

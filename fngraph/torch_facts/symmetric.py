@@ -1,13 +1,11 @@
 """Torch's private names of memory that processes read of each other, and what is made of them.
 
 Read in torch 2.11 and 2.13. `torch.distributed._symmetric_memory` may change, as it says of itself.
-Not yet run on a device.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 from collections.abc import Iterator, Sequence
@@ -42,8 +40,7 @@ def share(group: str, size: int, device: torch.device) -> tuple[Tensor, list[int
     Raises:
         RuntimeError: they cannot, as torch says.
     """
-    symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
-
+    symmetric = _symmetric()
     with _without_multicast():
         own = symmetric.empty(size, dtype=torch.uint8, device=device)
         own.zero_()
@@ -54,25 +51,48 @@ def share(group: str, size: int, device: torch.device) -> tuple[Tensor, list[int
     return own, [at + further for at in handle.buffer_ptrs], handle
 
 
-def matmul_reduce_scatter(x: Tensor, w: Tensor, group: str) -> Tensor:
-    """This process's of so many equal parts of the rows of the sum of every process's x @ w."""
-    ops = _ops()
-    with _without_multicast():
+def matmul_reduce_scatter(x: Tensor, w: Tensor, group: str, kept: list[Any]) -> Tensor:
+    """This process's of so many equal parts of the rows of the sum of every process's x @ w.
+
+    Args:
+        kept: the memory that it goes through is added, see `_through_workspace`.
+    """
+    with _through_workspace(group, kept) as ops:
         made: Tensor = ops.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
     return made
 
 
-def all_gather_matmul(x: Tensor, weights: Sequence[Tensor], group: str) -> Sequence[Tensor]:
-    """Every process's rows, one behind the other, times each weight."""
-    ops = _ops()
-    with _without_multicast():  # nor what torch does where A is not asked for
+def all_gather_matmul(
+    x: Tensor, weights: Sequence[Tensor], group: str, kept: list[Any]
+) -> Sequence[Tensor]:
+    """Every process's rows, one behind the other, times each weight.
+
+    Args:
+        kept: the memory that it goes through is added, see `_through_workspace`.
+    """
+    with _through_workspace(group, kept) as ops:  # what needs multicast is where A is not asked for
         made: Sequence[Tensor] = ops.fused_all_gather_matmul(
             x, list(weights), 0, group, return_A=True
         )[1]
     return made
 
 
-@functools.cache
-def _ops() -> Any:
-    importlib.import_module("torch.distributed._symmetric_memory")  # which defines them
-    return torch.ops.symm_mem
+@contextlib.contextmanager
+def _through_workspace(group: str, kept: list[Any]) -> Iterator[Any]:
+    """Torch's ops. They go through memory that torch has for a group, and lets go of where a later
+    call wants more; a graph that was captured before has its address. So it is added to `kept`."""
+    symmetric = _symmetric()
+    with _without_multicast():
+        yield torch.ops.symm_mem
+    now = symmetric._group_name_to_workspace_tensor[group]
+    if all(now is not one for one in kept):
+        kept.append(now)
+
+
+def forget_workspace(group: str) -> None:
+    """Have torch make that memory anew: what it has is of another group that had the name."""
+    _symmetric()._group_name_to_workspace_tensor.pop(group, None)
+
+
+def _symmetric() -> Any:
+    return importlib.import_module("torch.distributed._symmetric_memory")  # which defines the ops

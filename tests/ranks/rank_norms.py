@@ -165,6 +165,26 @@ def on_devices(rank: int, size: int, shares_device: bool) -> dict[str, Any]:
     return found
 
 
+MANY = (512, 1024)
+"""Sizes of keys from which products and collectives go at once."""
+
+
+def own_rows(rank: int, size: int, passes: tuple[str, ...], device: str) -> dict[str, Any]:
+    """Of many rows: how far results are from bare forward's, by how many; and matches. A batch that
+    is beyond all keys has torch make more room, and graphs are launched again behind it."""
+    mesh = fg.make_mesh(device, timeout=60, tp=size)
+    forward, weights = make_forward(mesh["tp"]), params(rank, device=mesh.device)
+    fast = fg.graphify(forward, stage="batch", modes="FULL", sizes=MANY, passes=passes)
+    step = fast.bind(weights).capture(fg.Limits(4 * MANY[-1], 4), progress=False)
+    found: dict[str, Any] = {"matches": dict(step.stats.passes), "off": []}
+    for i, T in enumerate((*MANY, 700, 3, 4 * MANY[-1], *MANY, 700)):
+        one = batch(i, T, 2, mesh.device)
+        mode = str(step.dispatch(one.spec).mode)
+        off = [(a - b).abs().max().item() for a, b in zip(step(one), forward(weights, one))]
+        found["off"].append((T, mode, max(off)))
+    return found
+
+
 def in_a_graph(rank: int, size: int, shares_device: bool, launches: int = 200) -> dict[str, Any]:
     """Eight ops in one CUDA graph, launched again and again with other numbers: how many launches
     were wrong, and us an op."""

@@ -22,8 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from fngraph.torch_facts.symmetric import ON_ONE_DEVICE
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
@@ -71,9 +74,23 @@ def run(
     return ended
 
 
+def over_gpus(ranks: int) -> dict[str, str]:
+    """The environment of as many processes over this host's GPUs, one each. Where GPUs are fewer,
+    processes share them, to whom it looks as if each time round were another host: NCCL lets them
+    from 2.30 on, and else the test is skipped."""
+    gpus = torch.cuda.device_count()
+    if gpus >= ranks:
+        return {}
+    if not gpus or ranks % gpus or (there := torch.cuda.nccl.version()) < (2, 30):
+        pytest.skip(f"{ranks} processes: {gpus} GPUs" + (f", NCCL {there}" if gpus else ""))
+    shared = ("NCCL_MULTI_RANK_GPU_ENABLE", ON_ONE_DEVICE)
+    return {"LOCAL_WORLD_SIZE": str(gpus), **dict.fromkeys(shared, "1")}
+
+
 def in_turn(
-    fn: Callable[..., Any], ranks: int, jobs: Sequence[Any], *args: Any, within: float = 60
-) -> list[Found]:
+    fn: Callable[..., Any], ranks: int, jobs: Sequence[Any], *args: Any, within: float = 60,
+    env: Any = None,
+) -> list[Found]:  # fmt: skip
     """What each of so many processes has found, job by job. Where one is lost (a process raises, is
     killed, or is not done within its time), it is lost alone: others go on in a new world.
 
@@ -84,7 +101,7 @@ def in_turn(
     found, lost = [Found() for _ in range(ranks)], dict[Any, str]()
     left = list(jobs)
     while left:
-        told, codes = _world(fn, ranks, args, left, within, None)
+        told, codes = _world(fn, ranks, args, left, within, env)
         done = min(sum(not one.error for one in by_rank) for by_rank in told)
         for own, by_rank in zip(found, told, strict=True):
             for one in by_rank[:done]:
@@ -193,7 +210,8 @@ def _main(
     fn: Callable[..., Any], rank: int, env: Any, pipe: Any, args: Sequence[Any],
     jobs: Sequence[Any] | None,
 ) -> None:  # fmt: skip
-    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+    local = rank % int(env["LOCAL_WORLD_SIZE"])
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(local))
     torch.set_num_threads(1)
     gc.freeze()  # what is loaded is no garbage; looking at it takes half a second each time
     began, failed = time.monotonic(), False

@@ -4,6 +4,7 @@ too, with padding poisoned; what is known of padding behind them; and what is sa
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -66,10 +67,12 @@ def test_they_give_what_all_tensors_say(two: list[Any], four: list[Any]) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two CUDA devices")
-def test_two_devices() -> None:
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_gpus(sizes: dict[str, int]) -> None:
     """NCCL's inside FULL graphs."""
-    ran = starting.run(rank_steps.steps, 2, {"tp": 2}, MODES, "cuda", within=250)
+    ranks = math.prod(sizes.values())
+    env = starting.over_gpus(ranks)
+    ran = starting.run(rank_steps.steps, ranks, sizes, MODES, "cuda", within=250, env=env)
     for found in starting.values(ran):
         assert all(not found[mode][0] for mode in MODES)
 

@@ -85,20 +85,20 @@ def test_where_there_is_shared_memory() -> None:
 
 # on GPUs
 
-WORLDS = [pytest.param(n, True, id=f"{n} on one device") for n in (2, 3)] + [
-    pytest.param(
-        n, False, id=f"{n} devices",
-        marks=pytest.mark.skipif(torch.cuda.device_count() < n, reason=f"takes {n} CUDA devices"),
-    )
-    for n in (2, 4)
-]  # fmt: skip
+ON_ONE = [pytest.param(n, True, id=f"{n} on one device") for n in (2, 3)]
+WORLDS = [*ON_ONE, *(pytest.param(n, False, id=f"{n} over NCCL") for n in (2, 4))]
+
+
+def on_gpus(fn: Callable[..., Any], size: int, shares_device: bool, *args: Any) -> list[Any]:
+    env = {} if shares_device else starting.over_gpus(size)
+    return starting.run(fn, size, *args, shares_device, within=250, env=env)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes CUDA")
 @pytest.mark.parametrize(("size", "shares_device"), WORLDS)
 def test_the_kernel(size: int, shares_device: bool) -> None:
-    ran = starting.run(rank_norms.on_devices, size, size, shares_device, within=250)
+    ran = on_gpus(rank_norms.on_devices, size, shares_device, size)
     for found in starting.values(ran):
         assert not found["wrong"]
         assert all(off < 1e-4 for off in found["steps"])
@@ -109,15 +109,32 @@ def test_the_kernel(size: int, shares_device: bool) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes CUDA")
 @pytest.mark.parametrize(("size", "shares_device"), WORLDS)
 def test_in_one_graph_that_is_launched_again(size: int, shares_device: bool) -> None:
-    ran = starting.run(rank_norms.in_a_graph, size, size, shares_device, within=250)
+    ran = on_gpus(rank_norms.in_a_graph, size, shares_device, size)
     for found in starting.values(ran):
         assert found["wrong"] == 0
         print(f"{size} processes: {found['us']:.1f} us an op of a (1, 4096) row")
+
+
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.rest), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("passes", ["sequence", "overlapped"])
+def test_many_rows_of_ones_own(passes: str, size: int, device: str) -> None:
+    """On GPUs products of 512 rows and more go at once with what gathers or sums them."""
+    env = starting.over_gpus(size) if device == "cuda" else None
+    asked = size, tuple(LISTS[passes]), device
+    ran = starting.run(rank_norms.own_rows, size, *asked, within=250, env=env)
+    for found in starting.values(ran):
+        assert found["matches"] == LISTS[passes]
+        assert {mode for _, mode, _ in found["off"]} == {"FULL", "NONE"}
+        assert all(off < 1e-4 for *_, off in found["off"]), found["off"]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes CUDA")
 @pytest.mark.parametrize(("size", "shares_device"), [WORLDS[0], WORLDS[2]])
 def test_a_peer_that_does_not_come_is_not_waited_for(size: int, shares_device: bool) -> None:
-    waits, _ = starting.run(rank_norms.alone, size, shares_device)
+    waits, _ = on_gpus(rank_norms.alone, size, shares_device)
     assert re.search(r"RuntimeError: after [2-5] s: .*CUDA", waits.error), waits

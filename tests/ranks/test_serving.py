@@ -166,14 +166,15 @@ def test_stages_of_several_processes_write_what_one_does(ranks, one):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
-@pytest.mark.parametrize("kind", ["tp", "pp", "dp"])
-def test_two_gpus_write_what_one_does(kind: str):
+@pytest.mark.parametrize(("world", "kind"), [(w, k) for w in run.STREAMS for k in run.STREAMS[w]])
+def test_gpus_write_what_one_does(world: int, kind: str):
+    env = starting.over_gpus(world)
     with torch.no_grad():
-        want = run.stream(fg.make_mesh("cuda", **ONE), "NONE")
-    jobs = [(kind, mode) for mode in run.MODES]
-    both = starting.in_turn(run.streams, 2, jobs, 2, run.MODES, "cuda", within=140)
-    for found in both[: 1 + (kind == "dp")]:
+        want = run.stream(fg.make_mesh("cuda", **ONE), "NONE", adapted=kind != "pp tp")
+    jobs, asked = [(kind, mode) for mode in run.MODES], (world, run.MODES, "cuda")
+    ran = starting.in_turn(run.streams, world, jobs, *asked, within=70 * world, env=env)
+    teams = run.STREAMS[world][kind].get("dp", 1)
+    for found in ran[:: world // teams]:
         for mode in run.MODES:
             check(found[kind, mode], want, mode)
 

@@ -180,9 +180,8 @@ def test_experts_that_are_split(dtype: torch.dtype, world: int, mesh: str, found
 @pytest.mark.parametrize("name", FAMILIES)
 def test_graphs_of_every_family_on_gpus(name: str, world: int, folder: Path, wanted):
     """Over NCCL; as near as float32 is on a GPU."""
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"{torch.cuda.device_count()} GPUs here, of {world}")
-    ran = starting.run(own.parts, world, folder, (name,), (name,), "cuda", within=280)
+    env = starting.over_gpus(world)
+    ran = starting.run(own.parts, world, folder, (name,), (name,), "cuda", within=280, env=env)
     for one in starting.values(ran):
         for mesh, names in WORLDS[world].items():
             if name in names:

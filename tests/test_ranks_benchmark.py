@@ -11,7 +11,7 @@ import torch
 import fngraph as fg
 from benchmarks import ranks
 from benchmarks.ranks.sharing import Right, Task, own_heads, part_of, rights
-from benchmarks.ranks.stepping import faster, judged
+from benchmarks.ranks.stepping import faster, judged, prefill_rows
 from benchmarks.ranks.streams import as_one
 from benchmarks.ranks.ways import Made, by_hand
 
@@ -42,6 +42,16 @@ def test_what_is_wrong_has_no_figures(found: tuple[Task, Right, Made], what: str
     )  # fmt: skip
     with pytest.raises(ValueError, match="are off by"):
         judged(task, made._replace(**{what: wrong}), right)
+
+
+@torch.no_grad()
+def test_a_prefill_is_right() -> None:
+    task = Task(TINY, ALONE, part_of(TINY, ALONE), 32, (1,), new=32)
+    right = rights(task)[1]
+    (row,) = prefill_rows(task, ["FULL-fused", "captured"], 1, right)
+    assert row["tokens"] == 32 and row["error"] < 1e-5 and row["wall ms"] > 0
+    (row,) = prefill_rows(task, ["FULL-fused"], 1, right._replace(logits=right.logits * 2))
+    assert "are off by" in row["failed"]
 
 
 def test_parts_are_of_one_whole() -> None:

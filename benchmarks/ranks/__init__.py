@@ -4,9 +4,11 @@ Parts: `step`, a decode step of a model split over `--tp`, in FULL with each sum
 `torch.distributed`'s collective (`sums`), as one kernel with its norm (`fused`), of own rows
 (`rows`) or compiled (`pieces`), and in PIECEWISE, beside the same in one process, and beside a step
 by hand whose collectives are `torch.distributed`'s, captured in one graph as it is and under
-torch.compile; `agreement`, what asking the others before each step costs the host; `stream`, tokens
-a second of a mixed stream that as many processes share, each with a whole model, beside one;
-`memory`, the most that each has while it loads its part of a folder.
+torch.compile; `prefill`, a step of all `--tokens` of one request, of own rows also with products
+that go at once with what gathers or sums them (`overlapped`); `agreement`, what asking the others
+before each step costs the host; `stream`, tokens a second of a mixed stream that as many processes
+share, each with a whole model, beside one; `memory`, the most that each has while it loads its part
+of a folder.
 
 Of each figure the slowest process's is shown. Weights are random, the same in all ways, and a way
 is timed if its logits and what it keeps are those of one process. `bound ms` is what a process has
@@ -27,11 +29,11 @@ import fngraph as fg
 from benchmarks.device import copy_bandwidth, release
 from benchmarks.harness import DEVICE, Benchmark, Mistake, count, show, some_of, write
 from benchmarks.ranks.loaded import memory_row, save
-from benchmarks.ranks.sharing import Task, part_of, rights
+from benchmarks.ranks.sharing import Right, Task, part_of, rights
 from benchmarks.ranks.started import in_processes
-from benchmarks.ranks.stepping import Row, agreement_rows, step_rows
+from benchmarks.ranks.stepping import Row, agreement_rows, prefill_rows, step_rows
 from benchmarks.ranks.streams import as_one, stream_row
-from benchmarks.ranks.ways import HANDS, OURS
+from benchmarks.ranks.ways import HANDS, OF_MANY, OURS
 from benchmarks.workload import SHAPES
 from fngraph.models.families import llama
 
@@ -42,7 +44,7 @@ MODELS = SHAPES | {
     ),
 }  # fmt: skip
 FEWER = {"70B": 8}  # layers, where --layers says nothing: of all, one GPU has no room
-PARTS = ("step", "agreement", "stream", "memory")
+PARTS = ("step", "prefill", "agreement", "stream", "memory")
 MOST_MS, AHEAD, MOST_ASKING_US = 2.4, 1.15, 30.0  # 8B over two GPUs at batch 1; an exchange
 OF_ONE, OF_PART = 1.85, 1.1  # tokens a second of two; the peak of loading
 
@@ -69,14 +71,19 @@ def ran(flags: argparse.Namespace, size: int, folder: str) -> dict[str, list[Row
             found["memory"].append(said | memory_row(where, mesh))
             release(mesh.device)
         task = Task(config, mesh, part_of(config, mesh), flags.context, flags.batch)
-        if size == 1:
-            torch.save(rights(task), where.with_suffix(".pt"))
-            if "memory" in flags.parts:
-                save(where, task.params)
+        if size == 1 and "memory" in flags.parts:
+            save(where, task.params)
         if "step" in flags.parts:
-            right = torch.load(where.with_suffix(".pt"), weights_only=False)
-            rows = step_rows(task, flags.ways, flags.repeats, right, peak)
+            ways = [way for way in flags.ways if way in (*OURS, *HANDS)]
+            right = kept_right(task, where.with_suffix(".pt"))
+            rows = step_rows(task, ways, flags.repeats, right, peak)
             found["step"] += [said | row for row in rows]
+        for tokens in flags.tokens if "prefill" in flags.parts else ():
+            many = task._replace(context=tokens, batches=(1,), new=tokens)
+            right = kept_right(many, where.with_suffix(f".{tokens}.pt"))
+            rows = prefill_rows(many, flags.ways, flags.repeats, right[1])
+            found["prefill"] += [said | row for row in rows]
+            release(mesh.device)
         if "agreement" in flags.parts and size > 1:
             found["agreement"] += [said | row for row in agreement_rows(task, flags.repeats)]
         if "stream" in flags.parts:
@@ -86,6 +93,14 @@ def ran(flags: argparse.Namespace, size: int, folder: str) -> dict[str, list[Row
             found["stream"].append(said | row)
         del task
         release(mesh.device)
+    return found
+
+
+def kept_right(task: Task, path: Path) -> dict[int, Right]:
+    """What is right, which one process alone finds, and leaves for several."""
+    if task.axis.size == 1:
+        torch.save(rights(task), path)
+    found: dict[int, Right] = torch.load(path, weights_only=False)
     return found
 
 
@@ -166,13 +181,16 @@ def missed(found: dict[str, list[Row]], flags: argparse.Namespace) -> list[str]:
         "--tp": count([2], "processes that share a model", least=2),
         "--batch": count([1, 64]),
         "--context": count(512, "tokens of each request", multiple_of=16),
-        "--ways": some_of((*OURS, *HANDS)),
+        "--tokens": count([512, 2048, 8192], "of a prefill", multiple_of=16),
+        "--ways": some_of(tuple(dict.fromkeys((*OURS, *OF_MANY, *HANDS)))),
         "--parts": some_of(PARTS),
         "--requests": count(800, "of the stream", least=8),
         "--repeats": count(50),
     },
     quick={"models": ["tiny"], "batch": [1, 3], "context": 32, "repeats": 3, "requests": 8,
-           "ways": ["FULL-sums", "FULL-fused", "FULL-rows", "PIECEWISE-fused", "captured"]},
+           "tokens": [32],
+           "ways": ["FULL-sums", "FULL-fused", "FULL-rows", "FULL-overlapped", "PIECEWISE-fused",
+                    "captured"]},
     missed=missed,
 )  # fmt: skip
 def measure(flags: argparse.Namespace) -> dict[str, list[Row]]:

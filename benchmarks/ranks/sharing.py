@@ -67,7 +67,7 @@ class Task(NamedTuple):
 
     Attributes:
         config: of the whole model.
-        context: tokens of each request, the last one this step's.
+        context: tokens of each request, the last `new` of which are this step's.
     """
 
     config: llama.Config
@@ -75,6 +75,7 @@ class Task(NamedTuple):
     params: llama.Params
     context: int
     batches: Sequence[int]
+    new: int = 1
 
     @property
     def axis(self) -> fg.Axis:
@@ -104,7 +105,7 @@ class Task(NamedTuple):
     def batch(self, num_reqs: int) -> llama.Batch:
         """On the device; the same tokens in every process."""
         torch.manual_seed(num_reqs)
-        return to_device(batch_of(num_reqs, 1, self.context), self.mesh.device)
+        return to_device(batch_of(num_reqs, self.new, self.context), self.mesh.device)
 
     def bytes_read(self, num_reqs: int) -> int:
         """What a step reads of this process's part: weights, but for a table that is no head too,
@@ -121,7 +122,7 @@ class Right(NamedTuple):
 
     Attributes:
         logits: (R, V).
-        kept: k and v of this step's tokens, layer by layer, (R, K, D) each.
+        kept: k and v of each request's last token, layer by layer, (R, K, D) each.
     """
 
     logits: Tensor

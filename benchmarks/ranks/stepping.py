@@ -22,7 +22,16 @@ from benchmarks.decode.judging import MOST_ERROR, off, told
 from benchmarks.decode.plain import FORMS
 from benchmarks.device import once_ms, wait
 from benchmarks.ranks.sharing import Right, Task, own_heads
-from benchmarks.ranks.ways import OURS, SPLIT, Made, by_hand, captured_step, gather_into, ours
+from benchmarks.ranks.ways import (
+    OF_MANY,
+    OURS,
+    SPLIT,
+    Made,
+    by_hand,
+    captured_step,
+    gather_into,
+    ours,
+)
 from fngraph.models.serving.ranks.circles import Circle, hear, make_ranks, tell
 from fngraph.models.serving.ranks.following import STEP, agree, agree_ahead, agreed_ahead, leaves_of
 from fngraph.models.serving.ranks.joining import promise
@@ -45,7 +54,7 @@ def step_rows(
     for way in ways:
         if way in SPLIT and task.axis.size == 1:
             continue
-        made = {way: ours(task, way)} if way in OURS else {
+        made = {way: ours(task, way)} if way in (*OURS, *OF_MANY) else {
             f"{way}, {form}": by_hand(task, way, form, batches)
             for form in FORMS
             if (batches := [n for n in task.batches if best.get(n, form) == form])
@@ -59,6 +68,12 @@ def step_rows(
         if way == "captured":
             best = faster(task, rows)
     return rows
+
+
+def prefill_rows(task: Task, ways: Sequence[str], repeats: int, right: Right) -> list[Row]:
+    """A row a way, of a step that is all tokens of one request; nothing bounds it by its bytes."""
+    ways = [way for way in ways if way in OF_MANY]
+    return [{"tokens": task.new} | row for row in step_rows(task, ways, repeats, {1: right}, None)]
 
 
 def took_ms(row: Row) -> float | None:

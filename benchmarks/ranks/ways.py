@@ -3,7 +3,8 @@
 
 fngraph's differ in what becomes of sums over processes: `fused`, each with its addition and norm is
 one kernel; `sums`, a collective of `torch.distributed`'s, and a kernel for the rest; `rows`, each
-process adds and norms rows of its own. `pieces` is compiled. By hand, a step is that of
+process adds and norms rows of its own; `overlapped`, those with products that go at once with what
+gathers or sums their rows, of 512 and more. `pieces` is compiled. By hand, a step is that of
 `decode/plain.py`: what attention and mlps give is summed by `all_reduce`, logits are gathered. It
 is captured as it is, or under `torch.compile`; a CPU calls it.
 """
@@ -29,11 +30,14 @@ from fngraph.models.families import llama
 OURS = (
     "FULL-sums", "FULL-fused", "FULL-rows", "FULL-pieces", "PIECEWISE-fused", "PIECEWISE-pieces"
 )  # fmt: skip
-SPLIT = ("FULL-sums", "FULL-rows")
+OF_MANY = ("FULL-sums", "FULL-fused", "FULL-rows", "FULL-overlapped")
+"""Of steps of many tokens."""
+SPLIT = ("FULL-sums", "FULL-rows", "FULL-overlapped")
 """Of one process they are FULL-fused: it has nothing to sum."""
 ONE_KERNEL = ("all_reduce_rms_norm",)
 OWN_ROWS = ("sequence_parallel", "matmul_reduce_scatter", "all_gather_matmul")
-LEFT_OUT = {"sums": (*ONE_KERNEL, *OWN_ROWS), "fused": OWN_ROWS, "rows": ONE_KERNEL}
+LEFT_OUT = {"sums": (*ONE_KERNEL, *OWN_ROWS), "fused": OWN_ROWS,
+            "rows": (*ONE_KERNEL, *OWN_ROWS[1:]), "overlapped": ONE_KERNEL}  # fmt: skip
 """Passes, of all that are shipped."""
 HANDS = ("captured", "compile")
 gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since 2.13
@@ -45,7 +49,7 @@ class Made(NamedTuple):
     Attributes:
         call: takes the step.
         logits: (R, V), of the last step.
-        kept: k and v of its tokens, layer by layer, (R, K, D) each.
+        kept: k and v of each request's last token, layer by layer, (R, K, D) each.
         more: what its row says too.
     """
 
@@ -58,7 +62,8 @@ class Made(NamedTuple):
 def captured_step(task: Task, way: str) -> tuple[Any, Any]:
     """fngraph's step of all batches, and its cache."""
     mode, level = way.split("-")
-    cache, most, sizes = task.pages(), max(task.batches), tuple(sorted(task.batches))
+    cache, most = task.pages(), max(task.batches)
+    sizes = tuple(sorted(num_reqs * task.new for num_reqs in task.batches))
     without = LEFT_OUT.get(level)
     passes = without and [one for one in fg.passes.PASSES if one.name not in without]
     fast = fg.graphify(
@@ -67,7 +72,7 @@ def captured_step(task: Task, way: str) -> tuple[Any, Any]:
         compile_sizes=sizes if level == "pieces" else (),
         passes=passes,
     )  # fmt: skip
-    limits = fg.Limits(most, most, B=task.context // BLOCK_SIZE)
+    limits = fg.Limits(most * task.new, most, B=task.context // BLOCK_SIZE)
     step = fast.bind(task.params).capture(cache, limits, outputs="borrow", progress=False)
     return step, cache
 

@@ -62,7 +62,7 @@ def product(T: int, N: int, K: int) -> dict[str, Any]:
         "_scaled_mm": lambda w: ops.fp8.tensor_cores(x, x_scale, w, scale, BF16)
     }
     if T <= ops.fp8.FEW:
-        ways["triton"] = lambda w: ops.triton.fp8.linear(x, x_scale, w, scale, BF16)
+        ways["triton"] = lambda w: ops.triton.products.fp8.linear(x, x_scale, w, scale, BF16)
     us: dict[str, float] = {}
     for name, way in ways.items():
         error = float((way(weight).double() - want).norm() / want.norm())
@@ -86,7 +86,7 @@ TILES = ((16, 256), (16, 512), (32, 128), (32, 256), (64, 128), (64, 256), (128,
 def sweep() -> None:
     """The kernel for few rows with other tiles, the best six of each shape."""
     quantized(1, 16, 16)  # loads them
-    kernels = ops.triton.fp8
+    kernels = ops.triton.products.fp8
     How = kernels.How
     one = [How(*tile, 1, warps, 0) for tile in TILES_OF_ONE for warps in (2, 4, 8)]
     few = [How(*tile, splits, warps, stages) for tile in TILES for splits in (1, 2, 4, 8)

@@ -87,11 +87,11 @@ def decode(heads: int, query_len: int, n: int, context: int, peak: float,
     out = torch.empty_like(want)
 
     def split() -> Tensor:
-        kernels.latent.attend_decode(c.args(out), query_len)
+        kernels.attention.latent.attend_decode(c.args(out), query_len)
         return out
 
     def unified() -> Tensor:
-        kernels.latent.attend_unified(c.args(out))
+        kernels.attention.latent.attend_unified(c.args(out))
         return out
 
     calls = {"step": runner("triton_decode", c, query_len), "triton_decode": split}
@@ -147,13 +147,15 @@ PREFILL_TILES = ((64, 32, 8, 3), (64, 32, 8, 5), (64, 64, 8, 3), (32, 32, 8, 5))
 
 def sweep(peak: float) -> None:
     """Decode with other tiles and splits, the best six; prefill with other tiles."""
-    Tile = kernels.keys.Tile
+    Tile = kernels.attention.keys.Tile
     for heads, n, context in ((16, 1, 8192), (16, 32, 512), (16, 32, 8192), (128, 32, 8192)):
         c = compressed(heads, [1] * n, [context] * n, DTYPE)
-        usual = kernels.latent.how_to(c.config, 1, context)
+        usual = kernels.attention.latent.how_to(c.config, 1, context)
         ways = [usual._replace(split=split) for split in (128, 256, 512, 1024, 2048)]
         ways += [usual._replace(tile=Tile(*shape), programs=k) for shape, k in TILES]
-        times = {how: _tried(kernels.latent.attend_decode, c, 1, how) for how in (usual, *ways)}
+        times = {
+            how: _tried(kernels.attention.latent.attend_decode, c, 1, how) for how in (usual, *ways)
+        }
         best = sorted(times, key=times.__getitem__)[:6]
         for how in (usual, *best):
             share = c.cache.nbytes / times[how] / 1e6 / peak
@@ -162,7 +164,7 @@ def sweep(peak: float) -> None:
                   f"{times[how]:.1f} us, {share:.0%}, {how}")  # fmt: skip
     c = compressed(16, [4096], [4096], DTYPE)
     for tile in itertools.starmap(Tile, PREFILL_TILES):
-        us = _tried(kernels.latent.attend_unified, c, tile)
+        us = _tried(kernels.attention.latent.attend_unified, c, tile)
         print(f"prefill of 4096: {us:.1f} us, {tile}")
 
 

@@ -53,8 +53,8 @@ class Layer:
     """Copies of one layer, and their calls one after another."""
 
     def __init__(self, name: str, rows: int) -> None:
-        self.kernels = importlib.import_module("fngraph.ops.triton.skinny")  # loads Triton
-        self.wide = importlib.import_module("fngraph.ops.triton.wide")
+        self.kernels = importlib.import_module("fngraph.ops.triton.products.skinny")  # loads Triton
+        self.wide = importlib.import_module("fngraph.ops.triton.products.wide")
         sizes, K, self.kind = SHAPES[name]
         self.nbytes = sum(sizes) * K * 2
         self.copies = max(1, min(64, -(-400_000_000 // self.nbytes)))

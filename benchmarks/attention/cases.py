@@ -87,11 +87,11 @@ def decoders(p: Paged, flex: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]
         return step
 
     def split() -> Tensor:
-        kernels.decode.attend(p.args(out), 1)
+        kernels.attention.decode.attend(p.args(out), 1)
         return out
 
     def unified() -> Tensor:
-        kernels.unified.attend(p.args(out))
+        kernels.attention.unified.attend(p.args(out))
         return out
 
     yield "sdpa", lambda: sdpa(q_NH1D, k_NKSD, v_NKSD, enable_gqa=True)[:, :, 0]
@@ -119,7 +119,7 @@ def prefilling(lens: tuple[int, ...]) -> tuple[Callable[..., Tensor], Fn, Tensor
 
     def ours(tile: Any = None) -> Tensor:
         args = fg.ops.AttentionArgs(q, k, v, *cache, meta, out, config())
-        kernels.unified.attend(args, tile=tile)
+        kernels.attention.unified.attend(args, tile=tile)
         return out
 
     def theirs() -> Tensor:

@@ -24,11 +24,11 @@ def splitting(p: Paged) -> tuple[Any, Callable[[Any], float]]:
     out = torch.empty_like(p.q)
 
     def us(how: Any) -> float:
-        call = lambda: kernels.decode.attend(p.args(out), 1, how=how)  # noqa: E731
+        call = lambda: kernels.attention.decode.attend(p.args(out), 1, how=how)  # noqa: E731
         return device_us(call, 1.5)
 
     pairs, places = len(p.q) * K, kernels.launching.processors(p.q.device)
-    return kernels.decode.how_to(config(), H // K, p.keys.shape[1], pairs, places), us
+    return kernels.attention.decode.how_to(config(), H // K, p.keys.shape[1], pairs, places), us
 
 
 def ways(usual: Any) -> list[Any]:
@@ -50,7 +50,7 @@ def ways(usual: Any) -> list[Any]:
 
 def divisions(usual: Any, context: int) -> list[Any]:
     """Splits of every length, alone and in spans, and a whole request in one program."""
-    whole = usual._replace(split=context // kernels.merging.SPLITS, many=0, each=None)
+    whole = usual._replace(split=context // kernels.attention.merging.SPLITS, many=0, each=None)
     shared = itertools.product(SPLITS, (None, 0))
     found = [usual._replace(split=split, many=many, each=None) for split, many in shared]
     return list(dict.fromkeys([usual, *found, whole]))
@@ -70,7 +70,7 @@ def sweep(peak: float) -> None:
             print(f"batch {n}, context {context}, {name}: {times[how]:.1f} us, {share:.0%}, {how}")
     prompt = (4096,)
     call = prefilling(prompt)[0]
-    usual = kernels.unified.tile_of(config())
+    usual = kernels.attention.unified.tile_of(config())
     for shape in PREFILL_TILES:
         tile = type(usual)(*shape)
         us_of = device_us(lambda tile=tile: call(tile))  # type: ignore[misc]

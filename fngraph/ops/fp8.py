@@ -8,7 +8,7 @@ it.
 
 Each op has a plain form in torch: on the CPU that is what runs. On CUDA quantisation is a kernel of
 Triton's in one launch (`triton/rounding.py`), with the bits of the plain form; the product is a
-kernel of Triton's for few rows (`triton/fp8.py`; for one, `triton/skinny_fp8.py`), and
+kernel of Triton's for few rows (`triton/products/fp8.py`; for one, `skinny_fp8.py` beside it), and
 `torch._scaled_mm` for more, by the number of rows alone. Both add up in another order. There is no
 gradient, and no rule for `torch.func`. Results are contiguous.
 """
@@ -178,7 +178,7 @@ def product(
         out: (T, N) of `dtype` to write to, as columns of a larger one. None: a new one.
     """
     if x.shape[0] <= FEW and missing("cuda") is None:
-        from fngraph.ops.triton import fp8  # loads Triton
+        from fngraph.ops.triton.products import fp8  # loads Triton
 
         given = (x, x_scale, weight, weight_scale, dtype)
         return fp8.linear(*given, held=held, more=more, out=out)

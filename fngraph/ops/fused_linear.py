@@ -4,10 +4,11 @@
     y = x @ w_o.t() + residual
 
 Its plain form is the torch ops that it stands for in their order, and what runs on the CPU, bit for
-bit. On CUDA few rows, which is decoding, are one launch (`triton/skinny.py`); of up to 64 a gate is
-one too, as is a product alone of weights with many rows, and a sum two (`triton/wide.py`). All else
-is matrix products by torch between the kernels of `fused.py`. Each rounds where the plain form
-rounds, but for the norm's scale, which few rows apply to the sums, and adds up in another order.
+bit. On CUDA few rows, which is decoding, are one launch (`triton/products/skinny.py`); of up to 64
+a gate is one too, as is a product alone of weights with many rows, and a sum two
+(`triton/products/wide.py`). All else is matrix products by torch between the kernels of `fused.py`.
+Each rounds where the plain form rounds, but for the norm's scale, which few rows apply to the sums,
+and adds up in another order.
 
 Gradients, tangents and `torch.func` go through the plain form.
 """
@@ -188,14 +189,14 @@ def run(
         x, norm = _OPS.rms_norm(x, norm, eps, centred), None
         tile = few_of(x, weights, norm, more, gated)
     if tile is not None:
-        from fngraph.ops.triton import skinny  # loads Triton
+        from fngraph.ops.triton.products import skinny  # loads Triton
 
         out = x.new_empty(x.shape[0], weights[0].shape[0] if gated else _columns(weights))
         skinny.run(x, weights, norm, more, out, eps, tile, centred=centred, gated=gated, held=held)
         return out
     if (wide := wide_tile(x, weights, more, gated)) is None:
         return _by_torch(x, weights, more, gated)
-    from fngraph.ops.triton import wide as kernels  # loads Triton
+    from fngraph.ops.triton.products import wide as kernels  # loads Triton
 
     if more is not None:
         return kernels.summed(x, weights[0], more, None, 0.0, False, wide)[0]

@@ -7,9 +7,9 @@ rounding behind.
 
 Its plain form is the ops that it stands for in their order (`fp8.py`, `fused.py`), and what runs on
 the CPU, bit for bit. On CUDA one row, which is decoding alone, is one launch
-(`triton/skinny_fp8.py`), or two where the row is wide; more are the kernels of those ops: norm and
-rounding in one, products with the sum in them, gate and rounding in one. All round where the plain
-form rounds, and add up in another order. There is no gradient.
+(`triton/products/skinny_fp8.py`), or two where the row is wide; more are the kernels of those ops:
+norm and rounding in one, products with the sum in them, gate and rounding in one. All round where
+the plain form rounds, and add up in another order. There is no gradient.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _run(
     check_device("fused_linear_fp8", x.device)
     if missing("cuda") is not None or not has_kernel(x, weights, weight_scales, more, gated, dtype):
         return by_parts(*given, dtype, held, together)
-    from fngraph.ops.triton import skinny_fp8  # loads Triton
+    from fngraph.ops.triton.products import skinny_fp8  # loads Triton
 
     out, by = _fake(*given, dtype, held, together), _one(x_scales)
     if not rounds_inside(x, norm):

@@ -80,7 +80,7 @@ def plain_grouped_linear(x: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
 def _group_rows(group: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not (has_kernels(group) and 0 < group.numel() <= MOST_ROWS and numbers.numel() > 0):
         return plain_group_rows(group, numbers)
-    from fngraph.ops.triton import grouped  # loads Triton
+    from fngraph.ops.triton.products import grouped  # loads Triton
 
     return grouped.group_rows(group.contiguous(), numbers.contiguous())
 
@@ -91,7 +91,7 @@ def _grouped_gate(
     N = order.shape[0]
     if not (_is_few(x, N, gate, up) and gate.shape == up.shape):
         return plain_grouped_gate(x, order, ends, gate, up, chosen)
-    from fngraph.ops.triton import grouped  # loads Triton
+    from fngraph.ops.triton.products import grouped  # loads Triton
 
     X, O, _ = gate.shape
     out = x.new_empty(N, O)
@@ -103,7 +103,7 @@ def _grouped_linear(x: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
     N = x.shape[0]
     if not _is_few(x, N, weight):
         return plain_grouped_linear(x, ends, weight)
-    from fngraph.ops.triton import grouped  # loads Triton
+    from fngraph.ops.triton.products import grouped  # loads Triton
 
     X, O, _ = weight.shape
     out = x.new_empty(N, O)

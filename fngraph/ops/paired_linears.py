@@ -5,8 +5,8 @@
 
 A decoder is a row of these between its attentions. In one op, since who makes the norm depends on
 the number of rows: for few it is the second layer, on the way (`fused_linear`); for more, and for a
-long one, it is what puts the parts of the sum together (`triton/wide.py`), and beyond these what
-adds `more` (`triton/fused.py`). Rounding is `fused_linear`'s.
+long one, it is what puts the parts of the sum together (`triton/products/wide.py`), and beyond
+these what adds `more` (`triton/fused.py`). Rounding is `fused_linear`'s.
 
 Gradients, tangents and `torch.func` go through the plain form.
 """
@@ -57,7 +57,7 @@ def _run(
         return total, fused_linear.run(total, weights, norm, None, *after)
     x, more = dense_rows(x), dense_rows(more)
     if tile is not None:
-        from fngraph.ops.triton import wide  # loads Triton
+        from fngraph.ops.triton.products import wide  # loads Triton
 
         total, normed = wide.summed(x, weight, more, norm, eps, centred, tile)
     else:

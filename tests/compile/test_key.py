@@ -358,9 +358,9 @@ def test_what_torch_holds_behind_a_wrapper_is_a_part_of_it(make: Any, bodies: An
 
 @pytest.mark.parametrize(
     "file",
-    ["ops/fused.py", "ops/fused_linear.py", "ops/paired_linears.py", "ops/triton/skinny.py",
-     "ops/triton/wide.py", "compile/few_rows.py",
-     "ops/fused_linear_fp8.py", "ops/triton/skinny_fp8.py",
+    ["ops/fused.py", "ops/fused_linear.py", "ops/paired_linears.py",
+     "ops/triton/products/skinny.py", "ops/triton/products/wide.py", "compile/few_rows.py",
+     "ops/fused_linear_fp8.py", "ops/triton/products/skinny_fp8.py",
      "torch_facts/inductor.py", "core/compiling.py"],
 )  # fmt: skip
 def test_our_own_source_is_a_part_of_every_key(base: dict[str, str], monkeypatch, file: str):

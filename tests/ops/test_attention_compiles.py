@@ -23,7 +23,7 @@ CASES: list[tuple[dict[str, Any], int, int]] = [  # config, requests, blocks of 
 
 def compiled(change: dict[str, Any], R: int, columns: int, Q: int) -> list[str]:
     """Kernels launched for R requests of Q tokens each, compiled; their names and constants."""
-    from fngraph.ops.triton import decode as triton_decode, turning as triton_turning
+    from fngraph.ops.triton.attention import decode as triton_decode, turning as triton_turning
 
     names: list[str] = []
 

@@ -18,7 +18,8 @@ EIGHT = torch.float8_e4m3fn
 
 def kernels(dtype: torch.dtype, folder: Path) -> list[str]:
     """What models' shapes launch, compiled; their names."""
-    from fngraph.ops.triton import fp8, rounding, skinny_fp8
+    from fngraph.ops.triton import rounding
+    from fngraph.ops.triton.products import fp8, skinny_fp8
 
     names = []
 

@@ -17,7 +17,8 @@ from fngraph.ops.triton import launching
 
 def kernels(dtype: torch.dtype) -> list[str]:
     """What each case launches, compiled; their names."""
-    from fngraph.ops.triton import fused, highest, skinny, wide
+    from fngraph.ops.triton import fused, highest
+    from fngraph.ops.triton.products import skinny, wide
 
     names = []
 

@@ -55,7 +55,7 @@ def watch(folder: Path, *modules: Any) -> list[str]:
 
 def made(D: int, folder: Path) -> list[str]:
     """Of attention over a cache and without one, heads of D."""
-    from fngraph.ops.triton import decode, unified, varlen
+    from fngraph.ops.triton.attention import decode, unified, varlen
 
     told = watch(folder, decode, unified, varlen)
     x = torch.zeros(64, 16, D, dtype=BF16)
@@ -83,7 +83,7 @@ def made(D: int, folder: Path) -> list[str]:
 
 def latent(folder: Path) -> list[str]:
     """Of latent attention: a table for one span of splits, and for several."""
-    from fngraph.ops.triton import latent, merging
+    from fngraph.ops.triton.attention import latent, merging
 
     told = watch(folder, latent, merging)
     config = fg.ops.MLAConfig(16, 512, 64, 16, BF16, BF16, "cuda", 0.1)

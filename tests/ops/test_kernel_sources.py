@@ -29,7 +29,7 @@ def rebound(source: str) -> Iterator[str]:
             yield from (f"{kernel.name}: {name}" for name in sorted(given & stored))
 
 
-@pytest.mark.parametrize("path", sorted(KERNELS.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda path: path.stem)
 def test_no_kernel_gives_a_number_another_value_where_it_may_be_a_constant(path: Path):
     assert not list(rebound(path.read_text()))
 

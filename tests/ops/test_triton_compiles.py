@@ -113,7 +113,10 @@ def made_up(made: Any) -> list[str]:
 
 def kernels(dtype: torch.dtype, query_len: int) -> list[str]:
     """What the backends launch for models' shapes, compiled; their names."""
-    from fngraph.ops.triton import convolution as triton_convolution, linear as triton_linear
+    from fngraph.ops.triton.recurrent import (
+        convolution as triton_convolution,
+        linear as triton_linear,
+    )
 
     names = []
 

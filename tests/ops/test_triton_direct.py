@@ -194,7 +194,7 @@ def test_by_a_driver_that_launches_nothing(what: str, tmp_path):
 
 
 def test_interpreted_kernels_are_left_to_triton():
-    from fngraph.ops.triton.writing import write_kernel
+    from fngraph.ops.triton.attention.writing import write_kernel
 
     assert (direct.known(write_kernel) is None) == interpreted()
 

@@ -23,7 +23,7 @@ from fngraph.step import capture
 pytestmark = [pytest.mark.gpu] if GPU else []
 WING = [
     importlib.import_module(x.name)
-    for x in pkgutil.iter_modules(wing.__path__, wing.__name__ + ".")
+    for x in pkgutil.walk_packages(wing.__path__, wing.__name__ + ".")
 ]
 KERNELS = {
     f"{module.__name__}.{x.fn.__name__}": x

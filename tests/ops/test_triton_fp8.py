@@ -16,8 +16,9 @@ from torch import Tensor
 from triton_cases import GPU, WHERE
 
 from fngraph.ops import fp8
-from fngraph.ops.triton import fp8 as kernels, rounding
-from fngraph.ops.triton.fp8 import How
+from fngraph.ops.triton import rounding
+from fngraph.ops.triton.products import fp8 as kernels
+from fngraph.ops.triton.products.fp8 import How
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

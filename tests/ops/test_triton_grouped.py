@@ -11,7 +11,7 @@ from triton_cases import GPU, WHERE
 
 from fngraph.ops.fused import plain_silu_mul
 from fngraph.ops.grouped import GroupTile, plain_group_rows, tile_of
-from fngraph.ops.triton import grouped
+from fngraph.ops.triton.products import grouped
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 DTYPE = torch.bfloat16 if GPU else torch.float32  # interpreted, bfloat16 is not known

@@ -22,7 +22,7 @@ from fngraph.testing.cases import NAN, Case, arguments, case
 from fngraph.torch_facts.names import TorchDispatchMode
 
 pytestmark = [pytest.mark.gpu] if GPU else []
-MODULES = {"triton": "unified", "triton_decode": "decode"}
+MODULES = {"triton": "attention.unified", "triton_decode": "attention.decode"}
 BACKENDS = tuple(MODULES)
 KINDS: dict[str, tuple[Any, int | None]] = {
     "one token": (UNIFORM[1] if GPU else [(1, 6), (1, 130)], 1), "verify": ([(3, 6), (3, 0)], 3),

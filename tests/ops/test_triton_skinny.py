@@ -18,7 +18,7 @@ from triton_cases import DTYPES, GPU, WHERE
 
 from fngraph.ops import lay_side_by_side
 from fngraph.ops.fused_linear import plain, tile_of
-from fngraph.ops.triton import skinny
+from fngraph.ops.triton.products import skinny
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 kinds = pytest.mark.parametrize("kind", KINDS)

@@ -18,8 +18,9 @@ from torch import Tensor
 from triton_cases import ALL, GPU, WHERE
 
 from fngraph.ops import fused_linear_fp8, lay_side_by_side
-from fngraph.ops.triton import rounding, skinny_fp8
-from fngraph.ops.triton.skinny_fp8 import Tile
+from fngraph.ops.triton import rounding
+from fngraph.ops.triton.products import skinny_fp8
+from fngraph.ops.triton.products.skinny_fp8 import Tile
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 kinds = pytest.mark.parametrize("kind", LAYERS)

@@ -15,8 +15,8 @@ from fngraph.testing.differences import worst_row
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 if triton_launch.missing() is None:
-    from fngraph.ops.triton import decode as triton_decode, merging as triton_merge
-    from fngraph.ops.triton.keys import Tile, check_near, options
+    from fngraph.ops.triton.attention import decode as triton_decode, merging as triton_merge
+    from fngraph.ops.triton.attention.keys import Tile, check_near, options
 
 
 @pytest.mark.parametrize(("many", "each"), [(0, None), (0, 1), (None, None), (None, 3)])

@@ -16,8 +16,8 @@ from fngraph.testing.differences import worst_row
 GPU = WHERE == "cuda"
 pytestmark = [pytest.mark.gpu] if GPU else []
 if triton_launch.missing() is None:
-    from fngraph.ops.triton import decode as triton_decode
-    from fngraph.ops.triton.keys import Tile
+    from fngraph.ops.triton.attention import decode as triton_decode
+    from fngraph.ops.triton.attention.keys import Tile
 # past tokens: up to 35 splits of 32, or 54, in spans of 256
 LONG = (299, 1700 if GPU else 1100, 0)
 SHORT = (200, 7, 253)  # in one span

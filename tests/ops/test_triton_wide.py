@@ -13,7 +13,7 @@ from triton_cases import GPU, WHERE
 from fngraph.ops import fused_linear
 from fngraph.ops.fused import plain_rms_norm
 from fngraph.ops.fused_linear import WideTile, plain, wide_of
-from fngraph.ops.triton import skinny, wide
+from fngraph.ops.triton.products import skinny, wide
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 # Interpreted, products are in float32: bfloat16 is not known there

@@ -104,6 +104,7 @@ def backend(
     The function is `function(args, host, kept=None)`; see `Repeated`, `Recalled`.
 
     Args:
+        module: of `fngraph.ops.triton`.
         preferred: whether it is taken on CUDA where none is named.
         own_uniform: see `Backend`.
     """
@@ -130,19 +131,20 @@ _OPTIONS = ("bidirectional", "sinks", "cache scales", "fp8 cache", "rope",
             "fp8 output")  # fmt: skip
 _DECODE: dict[str, Any] = {"name": "triton_decode", "preferred": True, "own_uniform": True}
 ATTENTION = (
-    backend("attention", "unified", supports, options=_OPTIONS),
-    backend("attention", "decode", supports, options=_OPTIONS, **_DECODE),
+    backend("attention", "attention.unified", supports, options=_OPTIONS),
+    backend("attention", "attention.decode", supports, options=_OPTIONS, **_DECODE),
 )
+_LATENT: dict[str, Any] = {"options": ("fp8 cache",)}
 LATENT = (
-    backend("mla", "latent", supports_latent, function="unified", options=("fp8 cache",)),
-    backend("mla", "latent", supports_latent, function="decode", options=("fp8 cache",), **_DECODE),
+    backend("mla", "attention.latent", supports_latent, function="unified", **_LATENT),
+    backend("mla", "attention.latent", supports_latent, function="decode", **_LATENT, **_DECODE),
 )
-VARLEN = backend("varlen_attention", "varlen", supports_varlen, preferred=True)
+VARLEN = backend("varlen_attention", "attention.varlen", supports_varlen, preferred=True)
 GATED_DELTA, SSD, CAUSAL_CONV = (
     backend(primitive, module, supports_state, function=function, preferred=True)
     for primitive, module, function in (
-        ("gated_delta", "linear", "gated_delta"),
-        ("ssd", "linear", "ssd"),
-        ("causal_conv", "convolution", "run"),
+        ("gated_delta", "recurrent.linear", "gated_delta"),
+        ("ssd", "recurrent.linear", "ssd"),
+        ("causal_conv", "recurrent.convolution", "run"),
     )
 )

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.ops.side_by_side import the_scale
-from fngraph.ops.triton.keys import by_step, step_of
 from fngraph.ops.triton.launching import launch, power_of_two
 from fngraph.ops.triton.overlapping import overlap
 from fngraph.ops.triton.rounding import FP8, as_fp8, as_rounded, scale_of_row
+from fngraph.ops.triton.strides import by_step, step_of
 
 FEW_HEADS = 2048  # a program each; twice as many run at once on an H100, 32 a processor
 NO, KNOWN, ROWS = 0, 1, 2  # whether results are quantised: not, by a known scale, by each row's own

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.overlapping import overlap
-from fngraph.ops.triton.skinny import around
+from fngraph.ops.triton.products.skinny import around
 
 _SHARE = 32  # rows, or groups, that a program counts for
 

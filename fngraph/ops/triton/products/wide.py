@@ -20,7 +20,7 @@ from torch import Tensor
 from fngraph.ops.triton.fused import normed_row, warps_for
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.overlapping import ask_for, let_next, overlap, wait
-from fngraph.ops.triton.skinny import around
+from fngraph.ops.triton.products.skinny import around
 
 _AHEAD = 2  # tiles that a program asks for before it waits: 0.2 to 0.6 us of 6 to 20 on an H200
 _LINE = 128  # bytes

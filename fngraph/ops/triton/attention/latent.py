@@ -21,14 +21,14 @@ import triton.language as tl
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import dense, sees_nothing
 from fngraph.ops.paged.latent import MLAArgs
-from fngraph.ops.triton.decode import How
-from fngraph.ops.triton.keys import LOG2E, Tile, check_near, compute_dtype, weigh
+from fngraph.ops.triton.attention.decode import How
+from fngraph.ops.triton.attention.keys import LOG2E, Tile, check_near, compute_dtype, weigh
+from fngraph.ops.triton.attention.merging import empty, merge
+from fngraph.ops.triton.attention.writing import write_rows
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two, processors
-from fngraph.ops.triton.merging import empty, merge
 from fngraph.ops.triton.overlapping import overlap
 from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.tiling import find_with_keys, lanes, tiles
-from fngraph.ops.triton.writing import write_rows
 
 MAX_TOKENS = 8  # of a request: more is prefill
 

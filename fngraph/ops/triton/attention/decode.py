@@ -24,15 +24,16 @@ from torch import Tensor
 
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import AttentionArgs, dense, sees_nothing
-from fngraph.ops.triton import unified
-from fngraph.ops.triton.keys import Tile, by_step, compute_dtype, finish, options, score
+from fngraph.ops.triton.attention import unified
+from fngraph.ops.triton.attention.keys import Tile, compute_dtype, finish, options, score
+from fngraph.ops.triton.attention.merging import SPLITS, by_spans, empty, fold, merge_units
+from fngraph.ops.triton.attention.turning import turn_and_write
+from fngraph.ops.triton.attention.writing import scale_of
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two, processors
-from fngraph.ops.triton.merging import SPLITS, by_spans, empty, fold, merge_units
 from fngraph.ops.triton.overlapping import ask_for_rows, let_next, wait
 from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.rounding import put_rounded
-from fngraph.ops.triton.turning import turn_and_write
-from fngraph.ops.triton.writing import scale_of
+from fngraph.ops.triton.strides import by_step
 
 MAX_ROWS = 64  # query rows of one kv head: more is prefill
 

@@ -35,7 +35,7 @@ from fngraph.ops.recurrent.delta_rule import GatedDeltaArgs
 from fngraph.ops.recurrent.requests import is_empty
 from fngraph.ops.recurrent.state_space import SSDArgs
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
-from fngraph.ops.triton.recurrent import recurrent_kernel, request
+from fngraph.ops.triton.recurrent.token import recurrent_kernel, request
 from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.tiling import find, lanes, tiles
 

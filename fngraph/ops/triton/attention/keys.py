@@ -8,7 +8,6 @@ over them in order, so its bits depend on its own request alone.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,26 +17,10 @@ from torch import Tensor
 
 from fngraph.errors import BackendError
 from fngraph.ops.triton.launching import power_of_two
+from fngraph.ops.triton.strides import step_of
 
 LOG2E = 1.4426950408889634
 WIDEST = 2**31 - 1  # of what kernels count in 32 bits
-
-
-@triton.jit
-def by_step(stride, STEP: tl.constexpr):
-    """The same number, of which the compiler is told that it is a multiple of STEP.
-
-    Of multiples of 16 Triton tells it. Of heads of 72 or 120 numbers it knows nothing else, reads
-    them two bytes at a time, and waits for each tile where it would have asked for it ahead.
-    """
-    if STEP > 1 and STEP < 16:
-        return stride // STEP * STEP
-    return stride
-
-
-def step_of(*strides: int) -> int:
-    """The largest power of two up to 16 by which all of these can be divided."""
-    return math.gcd(16, *strides)
 
 
 @triton.jit

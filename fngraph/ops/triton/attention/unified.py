@@ -13,13 +13,14 @@ import triton.language as tl
 
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import AttentionArgs, dense, sees_nothing
-from fngraph.ops.triton.keys import Tile, attend_keys, by_step, compute_dtype, finish, options
+from fngraph.ops.triton.attention.keys import Tile, attend_keys, compute_dtype, finish, options
+from fngraph.ops.triton.attention.turning import turn_and_write
+from fngraph.ops.triton.attention.writing import scale_of
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.rounding import put_rounded
+from fngraph.ops.triton.strides import by_step
 from fngraph.ops.triton.tiling import find_with_keys, lanes, tiles
-from fngraph.ops.triton.turning import turn_and_write
-from fngraph.ops.triton.writing import scale_of
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.ops.paged.config import AttentionArgs, Turn, dense, turned as turned_by_ops
+from fngraph.ops.triton.attention.writing import check_dense, forget, scale_of, store, write
 from fngraph.ops.triton.fused import turned
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.overlapping import overlap
 from fngraph.ops.triton.repeating import Launches
-from fngraph.ops.triton.writing import check_dense, forget, scale_of, store, write
 
 
 @triton.jit(do_not_specialize=COUNTS)

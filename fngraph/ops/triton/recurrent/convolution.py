@@ -13,7 +13,7 @@ from fngraph.core import HostBounds
 from fngraph.ops.paged.config import dense
 from fngraph.ops.recurrent.convolution import CausalConvArgs
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
-from fngraph.ops.triton.recurrent import request
+from fngraph.ops.triton.recurrent.token import request
 from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.tiling import find, lanes, tiles
 

@@ -13,9 +13,10 @@ import triton.language as tl
 
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import dense
-from fngraph.ops.triton.keys import LOG2E, Tile, by_step, step_of, weigh
+from fngraph.ops.triton.attention.keys import LOG2E, Tile, weigh
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.repeating import Launches
+from fngraph.ops.triton.strides import by_step, step_of
 from fngraph.ops.triton.tiling import find, lanes, tiles
 from fngraph.ops.varlen import VarlenArgs, VarlenConfig
 

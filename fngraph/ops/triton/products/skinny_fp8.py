@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fngraph.ops.triton.launching import launch, power_of_two
 from fngraph.ops.triton.overlapping import ask_for, let_next, wait
+from fngraph.ops.triton.products.skinny import around, part_of
 from fngraph.ops.triton.rounding import FP8, as_fp8, row_as_fp8, scale_of_row
-from fngraph.ops.triton.skinny import around, part_of
 
 WHOLE = 16384
 """The widest row that a program takes as a whole."""

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fngraph.ops.triton import skinny_fp8
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two, processors
 from fngraph.ops.triton.overlapping import overlap
-from fngraph.ops.triton.skinny import added, around
+from fngraph.ops.triton.products import skinny_fp8
+from fngraph.ops.triton.products.skinny import added, around
 
 
 class How(NamedTuple):

@@ -1,0 +1,1 @@
+"""Triton kernels of attention, over pages, latent rows and sequences; and of its cache."""

@@ -1,0 +1,1 @@
+"""Triton kernels of recurrences and of the causal convolution ahead of them."""

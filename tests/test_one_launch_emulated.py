@@ -162,6 +162,7 @@ def padded(batch: Any, tokens: int) -> Any:
 LENGTHS: tuple[tuple[int, ...], ...] = (
     (1,), (16,), (129,), (300,), (700,), (2100,),  # no split, a few, more than there are
     (5, 300), (140, 1), (2, 30, 400), (20, 40, 17, 33), (1, 900, 5, 130), (640, 3, 640, 640),
+    (1000, 800, 130),  # more splits together than one request may have
 )  # fmt: skip
 
 

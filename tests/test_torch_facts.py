@@ -266,8 +266,8 @@ def test_what_an_op_writes_and_what_it_views():
     assert not schemas.is_view(aten.add.Tensor) and not schemas.is_view(len)
 
 
-def test_memory_that_torch_lets_go_of_for_more_is_kept(monkeypatch: pytest.MonkeyPatch):
-    """By all that go through it; one of another group of the name is torch's no longer."""
+def test_memory_that_torch_lets_go_of_for_more_is_kept_for_graphs(monkeypatch: pytest.MonkeyPatch):
+    """By all that are captured through it; of another group of the name it is torch's no longer."""
     room: dict[str, torch.Tensor] = {}
 
     def go_through(x: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -276,15 +276,20 @@ def test_memory_that_torch_lets_go_of_for_more_is_kept(monkeypatch: pytest.Monke
         return x, [x]
 
     names_of = ("fused_matmul_reduce_scatter", "fused_all_gather_matmul")
+    symm_mem = symmetric._symmetric()
+    takes = [str(getattr(torch.ops.symm_mem, name).default._schema) for name in names_of]
+    assert "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name)" in takes[0]
+    assert "(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A" in takes[1]
     ops = SimpleNamespace(**dict.fromkeys(names_of, go_through))
-    monkeypatch.setattr(symmetric._symmetric(), "_group_name_to_workspace_tensor", room)
+    monkeypatch.setattr(symm_mem, "_group_name_to_workspace_tensor", room)
     monkeypatch.setattr(torch.ops, "symm_mem", ops)
     kept: list[Any] = []
-    for rows in (2, 4, 3):
+    for rows, captures in ((2, True), (4, False), (6, True), (5, True), (8, False)):
+        monkeypatch.setattr(symmetric, "is_capturing", lambda: captures)  # noqa: B023
         x = torch.ones(rows, 1)
         symmetric.matmul_reduce_scatter(x, x, "tp", kept)
         symmetric.all_gather_matmul(x, [x], "tp", kept)
-    assert [len(one) for one in kept] == [2, 4]
+    assert [len(one) for one in kept] == [2, 6]
     symmetric.forget_workspace("tp")
     assert not room
     symmetric.forget_workspace("tp")

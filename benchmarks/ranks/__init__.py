@@ -136,7 +136,7 @@ def missed(found: dict[str, list[Row]], flags: argparse.Namespace) -> list[str]:
     """What is wrong; and what is asked of GPUs and not met."""
     lines = [
         f"{row['model']} over {row['processes']}, {row['way']}: {row['failed']}"
-        for row in found.get("step", []) if "failed" in row
+        for part in ("step", "prefill") for row in found.get(part, []) if "failed" in row
     ]  # fmt: skip
     if not flags.device.startswith("cuda"):
         return lines

@@ -53,7 +53,7 @@ class Shared:
         turns: (PROGRAMS,) int64: how often each program has used its slots.
         rank, size: of this process along the axis, and how many there are.
         wait_s: how long a program waits for its peers before it ends the device's work.
-        kept: what must live as long as graphs that have addresses of it.
+        kept: what must live as long as the group's graphs, which have addresses of it.
     """
 
     own: Tensor

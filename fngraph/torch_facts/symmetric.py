@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fngraph.torch_facts.names import is_capturing
+
 ON_ONE_DEVICE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """An environment variable of torch's: "1" lets several processes share a device, for tests."""
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -55,7 +57,7 @@ def matmul_reduce_scatter(x: Tensor, w: Tensor, group: str, kept: list[Any]) -> 
     """This process's of so many equal parts of the rows of the sum of every process's x @ w.
 
     Args:
-        kept: the memory that it goes through is added, see `_through_workspace`.
+        kept: while a graph is captured, the memory that it goes through is added.
     """
     with _through_workspace(group, kept) as ops:
         made: Tensor = ops.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
@@ -68,7 +70,7 @@ def all_gather_matmul(
     """Every process's rows, one behind the other, times each weight.
 
     Args:
-        kept: the memory that it goes through is added, see `_through_workspace`.
+        kept: while a graph is captured, the memory that it goes through is added.
     """
     with _through_workspace(group, kept) as ops:  # what needs multicast is where A is not asked for
         made: Sequence[Tensor] = ops.fused_all_gather_matmul(
@@ -80,12 +82,12 @@ def all_gather_matmul(
 @contextlib.contextmanager
 def _through_workspace(group: str, kept: list[Any]) -> Iterator[Any]:
     """Torch's ops. They go through memory that torch has for a group, and lets go of where a later
-    call wants more; a graph that was captured before has its address. So it is added to `kept`."""
+    call wants more; a graph has its address. So what is captured through is added to `kept`."""
     symmetric = _symmetric()
     with _without_multicast():
         yield torch.ops.symm_mem
-    now = symmetric._group_name_to_workspace_tensor[group]
-    if all(now is not one for one in kept):
+    now = symmetric._group_name_to_workspace_tensor.get(group)
+    if is_capturing() and now is not None and all(now is not one for one in kept):
         kept.append(now)
 
 

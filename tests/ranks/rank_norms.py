@@ -172,6 +172,8 @@ MANY = (512, 1024)
 def own_rows(rank: int, size: int, passes: tuple[str, ...], device: str) -> dict[str, Any]:
     """Of many rows: how far results are from bare forward's, by how many; and matches. A batch that
     is beyond all keys has torch make more room, and graphs are launched again behind it."""
+    from fngraph.ranks.symmetric import shared_of
+
     mesh = fg.make_mesh(device, timeout=60, tp=size)
     forward, weights = make_forward(mesh["tp"]), params(rank, device=mesh.device)
     fast = fg.graphify(forward, stage="batch", modes="FULL", sizes=MANY, passes=passes)
@@ -182,6 +184,9 @@ def own_rows(rank: int, size: int, passes: tuple[str, ...], device: str) -> dict
         mode = str(step.dispatch(one.spec).mode)
         off = [(a - b).abs().max().item() for a, b in zip(step(one), forward(weights, one))]
         found["off"].append((T, mode, max(off)))
+    if device == "cuda":  # beside its own block, what graphs go through: torch makes more of it
+        shared = shared_of("tp", mesh["tp"].group)
+        found["kept"] = 0 if shared is None else len(shared.kept) - 1
     return found
 
 

@@ -13,6 +13,7 @@ import rank_norms
 import starting
 import torch
 
+from fngraph.ranks import symmetric
 from fngraph.ranks.symmetric import Has, why_none
 
 MODES = ("FULL", "PIECEWISE", "NONE")
@@ -83,6 +84,19 @@ def test_where_there_is_shared_memory() -> None:
     assert why_none([HERE, NEXT], on_one=False) == why_none([HERE, HERE], on_one=True) == ""
 
 
+def test_another_group_of_a_name_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch has by the name goes with that of the group before."""
+    groups, forgotten = [object()], list[str]()
+    monkeypatch.setattr(symmetric, "group_of", lambda *who: groups[-1])
+    monkeypatch.setattr(symmetric, "_make", lambda *who: object())
+    monkeypatch.setattr(symmetric, "forget_workspace", forgotten.append)
+    monkeypatch.setattr(symmetric, "_MADE", {})
+    first = symmetric.shared_of("tp", "0")
+    assert symmetric.shared_of("tp", "0") is first and not forgotten
+    groups.append(object())
+    assert symmetric.shared_of("tp", "0") is not first and forgotten == ["0"]
+
+
 # on GPUs
 
 ON_ONE = [pytest.param(n, True, id=f"{n} on one device") for n in (2, 3)]
@@ -130,6 +144,8 @@ def test_many_rows_of_ones_own(passes: str, size: int, device: str) -> None:
         assert found["matches"] == LISTS[passes]
         assert {mode for _, mode, _ in found["off"]} == {"FULL", "NONE"}
         assert all(off < 1e-4 for *_, off in found["off"]), found["off"]
+        if device == "cuda":
+            assert (found["kept"] > 0) is (passes == "overlapped"), "they go at once, or do not"
 
 
 @pytest.mark.gpu

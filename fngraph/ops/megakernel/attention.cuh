@@ -50,6 +50,7 @@ constexpr size_t NEWS = TOKENS > 1 ? KV_HEADS * HEAD : 0;
 constexpr int SHARERS = PROGRAMS / KV_HEADS;  // programs of a kv head, for all requests' splits
 constexpr size_t SPLITS = SHARERS < TOKENS * MOST_SPLITS ? SHARERS : TOKENS * MOST_SPLITS;
 constexpr size_t OUTS = SPLITS * SPLIT, LOGS = SPLITS * HEADS;
+static_assert(OUTS % 2 == 0 && LOGS % 2 == 0, "words behind them are read two at a time");
 constexpr size_t OF_LAYER = OUTS + LOGS + TOKENS * (QKV + SPLIT + 2 * SUM + GATE + NEWS);
 extern "C" __device__ long long words_of_step = LAYERS * OF_LAYER;
 

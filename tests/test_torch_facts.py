@@ -9,6 +9,7 @@ import ast
 import itertools
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -285,7 +286,7 @@ def test_memory_that_torch_lets_go_of_for_more_is_kept_for_graphs(monkeypatch: p
     monkeypatch.setattr(torch.ops, "symm_mem", ops)
     kept: list[Any] = []
     for rows, captures in ((2, True), (4, False), (6, True), (5, True), (8, False)):
-        monkeypatch.setattr(symmetric, "is_capturing", lambda: captures)  # noqa: B023
+        monkeypatch.setattr(symmetric, "is_capturing", partial(bool, captures))
         x = torch.ones(rows, 1)
         symmetric.matmul_reduce_scatter(x, x, "tp", kept)
         symmetric.all_gather_matmul(x, [x], "tp", kept)

@@ -33,7 +33,7 @@ from benchmarks.ranks.sharing import Right, Task, part_of, rights
 from benchmarks.ranks.started import in_processes
 from benchmarks.ranks.stepping import Row, agreement_rows, prefill_rows, step_rows
 from benchmarks.ranks.streams import as_one, stream_row
-from benchmarks.ranks.ways import HANDS, OF_MANY, OURS
+from benchmarks.ranks.ways import HANDS, OURS, OVERLAPPED
 from benchmarks.workload import SHAPES
 from fngraph.models.families import llama
 
@@ -74,7 +74,7 @@ def ran(flags: argparse.Namespace, size: int, folder: str) -> dict[str, list[Row
         if size == 1 and "memory" in flags.parts:
             save(where, task.params)
         if "step" in flags.parts:
-            ways = [way for way in flags.ways if way in (*OURS, *HANDS)]
+            ways = [way for way in flags.ways if way != OVERLAPPED]
             right = kept_right(task, where.with_suffix(".pt"))
             rows = step_rows(task, ways, flags.repeats, right, peak)
             found["step"] += [said | row for row in rows]
@@ -182,7 +182,7 @@ def missed(found: dict[str, list[Row]], flags: argparse.Namespace) -> list[str]:
         "--batch": count([1, 64]),
         "--context": count(512, "tokens of each request", multiple_of=16),
         "--tokens": count([512, 2048, 8192], "of a prefill", multiple_of=16),
-        "--ways": some_of(tuple(dict.fromkeys((*OURS, *OF_MANY, *HANDS)))),
+        "--ways": some_of((*OURS, OVERLAPPED, *HANDS)),
         "--parts": some_of(PARTS),
         "--requests": count(800, "of the stream", least=8),
         "--repeats": count(50),

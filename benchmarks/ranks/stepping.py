@@ -23,8 +23,8 @@ from benchmarks.decode.plain import FORMS
 from benchmarks.device import once_ms, wait
 from benchmarks.ranks.sharing import Right, Task, own_heads
 from benchmarks.ranks.ways import (
+    HANDS,
     OF_MANY,
-    OURS,
     SPLIT,
     Made,
     by_hand,
@@ -54,7 +54,7 @@ def step_rows(
     for way in ways:
         if way in SPLIT and task.axis.size == 1:
             continue
-        made = {way: ours(task, way)} if way in (*OURS, *OF_MANY) else {
+        made = {way: ours(task, way)} if way not in HANDS else {
             f"{way}, {form}": by_hand(task, way, form, batches)
             for form in FORMS
             if (batches := [n for n in task.batches if best.get(n, form) == form])

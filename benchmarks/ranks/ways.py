@@ -30,9 +30,10 @@ from fngraph.models.families import llama
 OURS = (
     "FULL-sums", "FULL-fused", "FULL-rows", "FULL-pieces", "PIECEWISE-fused", "PIECEWISE-pieces"
 )  # fmt: skip
-OF_MANY = ("FULL-sums", "FULL-fused", "FULL-rows", "FULL-overlapped")
+OVERLAPPED = "FULL-overlapped"  # of few tokens it is FULL-rows
+OF_MANY = ("FULL-sums", "FULL-fused", "FULL-rows", OVERLAPPED)
 """Of steps of many tokens."""
-SPLIT = ("FULL-sums", "FULL-rows", "FULL-overlapped")
+SPLIT = ("FULL-sums", "FULL-rows", OVERLAPPED)
 """Of one process they are FULL-fused: it has nothing to sum."""
 ONE_KERNEL = ("all_reduce_rms_norm",)
 OWN_ROWS = ("sequence_parallel", "matmul_reduce_scatter", "all_gather_matmul")

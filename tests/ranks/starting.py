@@ -81,8 +81,10 @@ def over_gpus(ranks: int) -> dict[str, str]:
     gpus = torch.cuda.device_count()
     if gpus >= ranks:
         return {}
-    if not gpus or ranks % gpus or (there := torch.cuda.nccl.version()) < (2, 30):
-        pytest.skip(f"{ranks} processes: {gpus} GPUs" + (f", NCCL {there}" if gpus else ""))
+    if not gpus or ranks % gpus:
+        pytest.skip(f"{ranks} processes do not share {gpus} GPUs evenly")
+    if (there := torch.cuda.nccl.version()) < (2, 30):
+        pytest.skip(f"{ranks} processes share {gpus} GPUs by NCCL 2.30 and later, not by {there}")
     shared = ("NCCL_MULTI_RANK_GPU_ENABLE", ON_ONE_DEVICE)
     return {"LOCAL_WORLD_SIZE": str(gpus), **dict.fromkeys(shared, "1")}
 

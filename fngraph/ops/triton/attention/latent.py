@@ -51,13 +51,8 @@ def decode(args: MLAArgs, host: HostBounds | None, kept: Launches | None = None)
 
 def attend_unified(args: MLAArgs, tile: Tile | None = None, kept: Launches | None = None) -> None:
     """Latent attention over a cache that holds this step's rows, into all of the output."""
-    q_THC, cache, meta, out_THL, config = (
-        dense(args.q),
-        args.cache,
-        args.meta,
-        args.out,
-        args.config,
-    )
+    q_THC, out_THL = dense(args.q), args.out
+    cache, meta, config = args.cache, args.meta, args.config
     if sees_nothing(meta):
         out_THL.zero_()
         return
@@ -84,13 +79,8 @@ def attend_decode(
     args: MLAArgs, Q: int, how: How | None = None, kept: Launches | None = None
 ) -> None:
     """Latent attention of R * Q rows, where no request brings more than Q, into all of them."""
-    q_THC, cache, meta, out_THL, config = (
-        dense(args.q),
-        args.cache,
-        args.meta,
-        args.out,
-        args.config,
-    )
+    q_THC, out_THL = dense(args.q), args.out
+    cache, meta, config = args.cache, args.meta, args.config
     if sees_nothing(meta):
         out_THL.zero_()
         return

@@ -18,6 +18,7 @@ from torch import Tensor
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.overlapping import overlap
 from fngraph.ops.triton.products.skinny import around
+from fngraph.ops.triton.products.wide import multiplied
 
 _SHARE = 32  # rows, or groups, that a program counts for
 
@@ -78,24 +79,10 @@ def group_kernel(
     real = (n < O)[:, None]
     at = (own.to(tl.int64) * O + n)[:, None] * K + k[None, :]
     at_x = row[None, :] * x_row + k[:, None]
-    acc = tl.zeros((ROWS, M), tl.float32)
-    acc_up = acc
-    for start in range(0, K, BLOCK):
-        there = real
-        live = is_row[None, :]
-        if not EVEN:
-            there &= (start + k < K)[None, :]
-            live &= (start + k < K)[:, None]
-        tile = tl.load(a + at + start, mask=there, other=0.0)
-        v = tl.load(x + at_x + start, mask=live, other=0.0)
-        acc = tl.dot(tile, v, acc, input_precision="ieee")
-        if GATED:
-            other = tl.load(b + at + start, mask=there, other=0.0)
-            acc_up = tl.dot(other, v, acc_up, input_precision="ieee")
-    y = tl.trans(acc)
+    y, y_up = multiplied(x, at_x, is_row, a, b, at, real, k, K, K, BLOCK, EVEN, GATED)
     kind = out.dtype.element_ty
     if GATED:
-        y = around(y, tl.trans(acc_up), 0.0, kind, True, False)
+        y = around(y, y_up, 0.0, kind, True, False)
     into = out + m.to(tl.int64)[:, None] * O + n[None, :]
     tl.store(into, y.to(kind), mask=is_row[:, None] & (n < O)[None, :])
 

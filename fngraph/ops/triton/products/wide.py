@@ -26,6 +26,40 @@ _AHEAD = 2  # tiles that a program asks for before it waits: 0.2 to 0.6 us of 6 
 _LINE = 128  # bytes
 
 
+@triton.jit
+def multiplied(
+    x, at_x, live, a, b, at, real, k, K: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+    EVEN: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Rows of x by rows of a, and with GATED by those of b as well, over PART of their columns.
+
+    Args:
+        at_x: where the first columns of x are, (BLOCK, M).
+        live: which of its rows there are, (M,).
+        at: where those of a and b are, (ROWS, BLOCK).
+        real: which of their rows there are, (ROWS, 1).
+        k: the numbers of the first columns, (BLOCK,); of all there are K.
+
+    Returns:
+        Sums, (M, ROWS) in float32, of a and of b.
+    """
+    acc = tl.zeros((at.shape[0], at_x.shape[1]), tl.float32)
+    acc_up = acc
+    for start in range(0, PART, BLOCK):
+        there = real
+        here = live[None, :]
+        if not EVEN:
+            there &= (start + k < K)[None, :]
+            here &= (start + k < K)[:, None]
+        tile = tl.load(a + at + start, mask=there, other=0.0)
+        v = tl.load(x + at_x + start, mask=here, other=0.0)
+        acc = tl.dot(tile, v, acc, input_precision="ieee")
+        if GATED:
+            other = tl.load(b + at + start, mask=there, other=0.0)
+            acc_up = tl.dot(other, v, acc_up, input_precision="ieee")
+    return tl.trans(acc), tl.trans(acc_up)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def wide_kernel(
     x, a, b, out, T, x_row, N: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
@@ -50,26 +84,12 @@ def wide_kernel(
                 if GATED:
                     ask_for(b + lines + i * BLOCK)
     wait(EARLY)
-    acc = tl.zeros((ROWS, M), tl.float32)
-    acc_up = acc
-    for start in range(0, PART, BLOCK):
-        there = real
-        live = (m < T)[None, :]
-        if not EVEN:
-            there &= (start + k < K)[None, :]
-            live &= (start + k < K)[:, None]
-        tile = tl.load(a + at + start, mask=there, other=0.0)
-        v = tl.load(x + at_x + start, mask=live, other=0.0)
-        acc = tl.dot(tile, v, acc, input_precision="ieee")
-        if GATED:
-            other = tl.load(b + at + start, mask=there, other=0.0)
-            acc_up = tl.dot(other, v, acc_up, input_precision="ieee")
-    y = tl.trans(acc)
+    y, y_up = multiplied(x, at_x, m < T, a, b, at, real, k, K, PART, BLOCK, EVEN, GATED)
     row = tl.program_id(1) * T + m
     into = out + row.to(tl.int64)[:, None] * N + n[None, :]
     if GATED:
         kind = out.dtype.element_ty
-        y = around(y, tl.trans(acc_up), 0.0, kind, True, False).to(kind)
+        y = around(y, y_up, 0.0, kind, True, False).to(kind)
     tl.store(into, y, mask=(m < T)[:, None] & (n < N)[None, :])
 
 

@@ -62,7 +62,8 @@ def _product_sum_and_norm(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if shared := _overlapping(x, axis, group):
         by_process = _by_process(x, axis, group).flatten(0, 1)
-        own = matmul_reduce_scatter(by_process, w.t(), group, shared.kept)
+        with failing_as("matmul_reduce_scatter", axis, group):
+            own = matmul_reduce_scatter(by_process, w.t(), group, shared.kept)
     else:
         own = _scattered(x @ w.t(), axis, group)
     return _normed(own, y, weight, eps, centred, axis, group)
@@ -88,7 +89,8 @@ def _gathered_products(
         whole = _gathered(x, axis, group)
         return [whole @ w.t() for w in weights]
     own = x[shared.rank :: shared.size].contiguous()
-    made = all_gather_matmul(own, [w.t() for w in weights], group, shared.kept)
+    with failing_as("all_gather_matmul", axis, group):
+        made = all_gather_matmul(own, [w.t() for w in weights], group, shared.kept)
     return [_in_order(one, shared.size, len(x)) for one in made]
 
 

@@ -236,3 +236,9 @@ class HostBatch(NamedTuple):
     def not_in_place(self) -> HostBatch:
         """The same, to be laid out for another key than it was made for."""
         return self._replace(in_slot=dataclasses.replace(self.in_slot, frozen=False))
+
+    def laid_out_for(self, decided: Prepared) -> HostBatch:
+        """The same, in place if the slot says what the key that was decided reads, as it does
+        wherever that is the key that the batch was handed out for."""
+        mine = self.prepared
+        return self if mine and mine.words == decided.words else self.not_in_place()

@@ -183,7 +183,7 @@ class Step(Generic[R]):
                     filled, spec = None, spec_of(keys, batch)
                 if allowed is not None:
                     prepared = keys.prepare(spec, allowed)
-                    filled = filled and filled.not_in_place()  # it was laid out for another key
+                    filled = filled and filled.laid_out_for(prepared)
                 elif prepared is None:
                     prepared = keys.prepared.get(spec[COUNTS]) or keys.prepare(spec)
                 keys.handed = None

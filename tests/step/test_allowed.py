@@ -12,6 +12,7 @@ import toys
 import fngraph as fg
 from fngraph import core
 from fngraph.errors import CaptureError, ModesError, SleepError, TreeError
+from fngraph.graphs.staging.ring import Ring
 
 MIXED, UNIFORM = toys.batch(3, 2, seed=1), toys.decode(2, 3, seed=2)
 
@@ -73,6 +74,28 @@ def test_a_batch_runs_as_what_was_decided(recorder_name, device, in_place: bool)
     ran = {(padded, str(mode)): n for (_, padded, mode), n in step.stats.counts.items()}
     assert ran == {(4, "FULL"): 3, (2, "NONE"): 1}
     assert "was decided beforehand" in step.explain(like.spec, larger).as_text()
+
+
+@pytest.mark.parametrize("decided", ["runs_as", "larger", "FULL", "PIECEWISE", "NONE"])
+def test_a_host_batch_is_read_where_it_is_if_the_key_reads_it_so(
+    recorder_name, device, decided: str, monkeypatch
+):
+    """Padding offsets of a uniform key go on in its steps, others stay."""
+    made = steps.make(recorder_name, device)
+    step = made.step
+    step.capture_all()
+    larger = step.dispatch(fg.BatchSpec(4, 4, query_len=1))
+    allowed = {"runs_as": step.runs_as(UNIFORM.spec), "larger": larger}.get(decided, decided)
+    copied = []
+    put = Ring.put
+    monkeypatch.setattr(Ring, "put", lambda *args: copied.append(1) or put(*args))
+    for _ in range(6):
+        want, after = toys.bare(made.fn, made.params, toys.clone(made.state), toys.on(UNIFORM, device))
+        got, made.state = step(
+            made.state, toys.fill(step.host_batch(UNIFORM.spec), UNIFORM), allowed=allowed
+        )
+        toys.assert_trees((got, made.state), (want, after), **toys.CLOSE)
+    assert len(copied) == (6 if decided == "PIECEWISE" else 0)
 
 
 def test_a_decision_that_the_step_cannot_keep_is_refused(recorder_name, device):

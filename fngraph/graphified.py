@@ -35,8 +35,8 @@ from fngraph.options import (
 )
 from fngraph.shadow.saved import is_bare
 from fngraph.stages import Traced
-from fngraph.step.agreed import Untold
 from fngraph.step.step import Step
+from fngraph.step.untold import Untold
 from fngraph.torch_facts.tracing import run_by_python
 from fngraph.tracing import Look, trace_function
 

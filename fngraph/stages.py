@@ -249,7 +249,6 @@ class Lowered:
         that is a loop runs as it was traced, over the pieces of its functions."""
         if self.level == "none":
             return {}
-        # a pass rewrites `p.gm` here; its name and version go into `Source.passes` in `_compiled`
         return {
             f"piece {i}": (p, plan_of(p.gm))
             for i, p in enumerate(self.split.pieces_within)
@@ -457,9 +456,7 @@ class Lowered:
         """`estimate` by itself, without the stage."""
         pieces, limits, graph = self.split.pieces, self.limits, self.split.traced.graph
         outputs = len(pieces.program.outputs)
-        alive = functools.cache(
-            lambda: lifetimes(pieces, graph)
-        )  # some ms, once they are asked for
+        alive = functools.cache(lambda: lifetimes(pieces, graph))  # some ms, once asked for
 
         def of_key(mode: Mode, descriptor: BatchDescriptor) -> Bytes:
             return estimate(pieces, alive(), mode, sizes_of(descriptor, limits), outputs)

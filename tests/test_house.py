@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 FRONT = "fngraph"  # its __init__ names what all layers have, for type checkers
 STEP = (  # each from those before it
     "binding", "prepared", "changed_rows", "given", "rebind", "guards", "keys", "agreed", "capture",
-    "host_batch", "call", "sleep", "times", "step",
+    "untold", "host_batch", "call", "sleep", "times", "step",
 )  # fmt: skip
 MOST_ROOMS = 26  # that a folder shows at a time, files and folders; most show fewer than 15
 
@@ -140,3 +140,20 @@ def test_a_private_name_would_be_seen() -> None:
     assert list(private("step._keys; self._own; spec._replace(); torch._C.x()")) == [
         "step._keys", "torch._C"
     ]  # fmt: skip
+
+
+def test_every_file_that_a_source_names_is_there() -> None:
+    """In backticks, from whatever folder: moved files leave such names behind."""
+    there = [
+        f"/{path.relative_to(ROOT)}"
+        for folder in ("fngraph", "models", "benchmarks", "tests", "docs", "notebooks")
+        for path in (ROOT / folder).rglob("*.*")
+    ]
+    lost = {}
+    for name in there:
+        if name.endswith((".py", ".cu", ".cuh", ".c")):
+            named = re.findall(
+                r"`([\w./-]+\.(?:py|cuh?|c|md|ipynb))`", (ROOT / name[1:]).read_text()
+            )
+            lost |= {name: x for x in named if not any(one.endswith(f"/{x}") for one in there)}
+    assert lost == {}

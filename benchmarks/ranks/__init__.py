@@ -28,10 +28,11 @@ import torch
 import fngraph as fg
 from benchmarks.device import copy_bandwidth, release
 from benchmarks.harness import DEVICE, Benchmark, Mistake, count, show, some_of, write
+from benchmarks.ranks.agreeing import agreement_rows
 from benchmarks.ranks.loaded import memory_row, save
 from benchmarks.ranks.sharing import Right, Task, part_of, rights
 from benchmarks.ranks.started import in_processes
-from benchmarks.ranks.stepping import Row, agreement_rows, prefill_rows, step_rows
+from benchmarks.ranks.stepping import Row, prefill_rows, said_of, step_rows
 from benchmarks.ranks.streams import as_one, stream_row
 from benchmarks.ranks.ways import HANDS, OURS, OVERLAPPED
 from benchmarks.workload import SHAPES
@@ -135,7 +136,7 @@ def together(by_rank: list[list[Row]], alone: dict[str, Row]) -> list[Row]:
 def missed(found: dict[str, list[Row]], flags: argparse.Namespace) -> list[str]:
     """What is wrong; and what is asked of GPUs and not met."""
     lines = [
-        f"{row['model']} over {row['processes']}, {row['way']}: {row['failed']}"
+        f"{row['model']} over {row['processes']}, {said_of(row)}"
         for part in ("step", "prefill") for row in found.get(part, []) if "failed" in row
     ]  # fmt: skip
     if not flags.device.startswith("cuda"):

@@ -6,7 +6,7 @@
 
 Each op's plain form is the torch ops that it stands for: that is what runs on the CPU, bit for bit,
 and on CUDA where there are many rows, which is what torch's own products are good at. Few, which is
-decoding, are one launch each (`triton/grouped.py`), which round where the plain form does.
+decoding, are one launch each (`triton/products/grouped.py`), which round where the plain form does.
 
 Gradients, tangents and `torch.func` go through the plain form. Letters: T tokens, C choices of
 each, N = T * C rows, X groups, I columns in, O columns out.

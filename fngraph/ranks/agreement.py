@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from fngraph.errors import RankError
 from fngraph.ranks.faults import failing_as
 from fngraph.ranks.mesh import Agreeing, agreeing
-from fngraph.torch_facts.names import all_gather_into, serves_cpu
+from fngraph.torch_facts.names import all_gather_into, gather_objects, serves_cpu
 
 Told = Mapping[str, str]
 """What a process says of itself, by name, in the order in which it is compared."""
@@ -148,10 +147,8 @@ def tell_all(peers: Peers, what: str, own: Told) -> dict[int, Told]:
     told: dict[int, Told] = {dist.get_rank(): dict(own)}
     for axis, group in peers.groups:
         with failing_as(f"the agreement to {what},", axis, group) as found:
-            parts: list[Any] = [None] * dist.get_world_size(found)
-            dist.all_gather_object(parts, told, group=agreeing(found).group)
-        for part in parts:
-            told |= part
+            for part in gather_objects(told, agreeing(found).group):
+                told |= part
     return told
 
 

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from fngraph.core.text import expect
 from fngraph.errors import AbsentError, RankError
+from fngraph.torch_facts.names import gather_objects
 
 SHARED = Path("/dev/shm")
 """Memory as files, of this host alone. Where there is none (macOS), there is no board."""
@@ -305,9 +306,9 @@ def make_board(group: Any, timeout_s: float, room: int = 0) -> Board | None:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     made = _new_file(_bytes(size, room)) if rank == 0 else None
     try:
-        path, token = _told(group, made, size)[0] or ("", b"")
+        path, token = gather_objects(made, group)[0] or ("", b"")
         board = _opened(path, token, rank, size, timeout_s, room)
-        everywhere = all(_told(group, board is not None, size))
+        everywhere = all(gather_objects(board is not None, group))
     finally:
         if made is not None:
             Path(made[0]).unlink()  # those who have it keep it
@@ -351,9 +352,3 @@ def _opened(
 
 def _bytes(size: int, room: int) -> int:
     return 8 * (ROW * size + -(-room // 4))
-
-
-def _told(group: Any, own: Any, size: int) -> list[Any]:
-    parts: list[Any] = [None] * size
-    dist.all_gather_object(parts, own, group=group)
-    return parts

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fngraph.errors import RankError
 from fngraph.ops.peers import LARGEST, PROGRAMS, Shared, block_bytes
 from fngraph.ranks.faults import failing_as, group_of
-from fngraph.torch_facts.names import is_capturing, timeout_s
+from fngraph.torch_facts.names import gather_objects, is_capturing, timeout_s
 from fngraph.torch_facts.symmetric import ON_ONE_DEVICE, forget_workspace, share
 
 LOG = logging.getLogger("fngraph")
@@ -101,7 +101,7 @@ def _make(axis: str, group: str) -> Shared | None:
         )
     with failing_as("making shared memory", axis, group) as found:
         size, rank = dist.get_world_size(found), dist.get_rank(found)
-        why = why_none(_told(found, _has(at), size), os.environ.get(ON_ONE_DEVICE) == "1")
+        why = why_none(gather_objects(_has(at), found), os.environ.get(ON_ONE_DEVICE) == "1")
         if why:
             _warn(axis, why)
             return None
@@ -110,7 +110,7 @@ def _make(axis: str, group: str) -> Shared | None:
             block = share(group, block_bytes(size), torch.device("cuda", at))
         except RuntimeError as error:
             failed = str(error).partition("\n")[0]
-        whys = [one for one in _told(found, failed, size) if one]
+        whys = [one for one in gather_objects(failed, found) if one]
         if whys or block is None:
             _warn(axis, whys[0] if whys else failed)
             return None
@@ -124,12 +124,6 @@ def _make(axis: str, group: str) -> Shared | None:
             int(timeout_s(found)) + 1,
             [kept],
         )
-
-
-def _told(group: Any, own: Any, size: int) -> list[Any]:
-    parts: list[Any] = [None] * size
-    dist.all_gather_object(parts, own, group=group)
-    return parts
 
 
 def _has(device: int) -> Has:

@@ -77,6 +77,13 @@ def all_gather_into(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
     gather(out, x, group=group)
 
 
+def gather_objects(own: Any, group: Any) -> list[Any]:
+    """What each process of a group has, in the order of ranks."""
+    parts: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(parts, own, group=group)
+    return parts
+
+
 def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
     """A process's part of the sum of each one's x; named anew likewise. NCCL knows no complex."""
     dist: Any = torch.distributed

@@ -23,7 +23,8 @@ _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 @contextlib.contextmanager
 def _without_multicast() -> Iterator[None]:
-    """A context in which torch makes no multicast objects over NVLink for such memory."""
+    """A context in which torch makes no multicast objects over NVLink for such memory: nothing here
+    reads by them."""
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"
     try:

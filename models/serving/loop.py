@@ -189,7 +189,7 @@ def _serve(
             state, events = advance(state, *on_host(drawn, state.rows), now=clock())
             seconds = time.perf_counter() - began
             more = planned.reused, planned.turns, planned.single
-            yield Served(state, spec, kind, steps.dispatch(batch.spec), events, seconds, *more)
+            yield Served(state, spec, kind, steps.runs_as(batch.spec), events, seconds, *more)
 
 
 def _answered(inbox: Callable[[State], State], state: State) -> State:

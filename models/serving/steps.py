@@ -56,7 +56,7 @@ class Steps(NamedTuple):
         run: cache, batch, allowed=None -> token ids (R, Q), cache; of a batch of "many" (R,
             decode_many), UNDRAWN behind each request's last; `Drawn` in place of ids where a
             request of the batch wants more than a draw. `allowed`: what was decided beforehand.
-        dispatch: spec -> what it runs as; asked after the step, what it ran as.
+        runs_as: spec -> what it runs as; asked after the step, what it ran as.
         captured: the functions beneath, the one for plain batches first.
         can: what they were made for, by which requests fail; None: nothing is refused.
         load_slot: slot, adapter, state -> writes what `load_adapter` or `lora.one_slot` made into
@@ -67,7 +67,7 @@ class Steps(NamedTuple):
 
     host_batch: Callable[[fg.BatchSpec], Any]
     run: Callable[..., tuple[Any, Any]]
-    dispatch: Callable[[fg.BatchSpec], fg.core.Dispatch]
+    runs_as: Callable[[fg.BatchSpec], fg.core.Dispatch]
     captured: tuple[Any, ...] = ()
     can: Ability | None = None
     load_slot: Callable[[int, Any, State], None] = no_slots

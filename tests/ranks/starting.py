@@ -76,7 +76,7 @@ def run(
 
 def over_gpus(ranks: int) -> dict[str, str]:
     """The environment of as many processes over this host's GPUs, one each. Where GPUs are fewer,
-    processes share them, to whom it looks as if each time round were another host: NCCL lets them
+    processes share them, local ranks beginning again at 0 once each GPU has one: NCCL lets them
     from 2.30 on, and else the test is skipped."""
     gpus = torch.cuda.device_count()
     if gpus >= ranks:

@@ -90,7 +90,9 @@ def test_a_host_batch_is_read_where_it_is_if_the_key_reads_it_so(
     put = Ring.put
     monkeypatch.setattr(Ring, "put", lambda *args: copied.append(1) or put(*args))
     for _ in range(6):
-        want, after = toys.bare(made.fn, made.params, toys.clone(made.state), toys.on(UNIFORM, device))
+        want, after = toys.bare(
+            made.fn, made.params, toys.clone(made.state), toys.on(UNIFORM, device)
+        )
         got, made.state = step(
             made.state, toys.fill(step.host_batch(UNIFORM.spec), UNIFORM), allowed=allowed
         )

@@ -274,7 +274,7 @@ def one_shot_kernel(
     ROOM: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
     HELD: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Every so-many-th row."""
+    """Rows `program`, `program + programs`, ..., whole."""
     let_next(EARLY)
     blocks = ()  # mypy takes () for a tuple that stays empty
     for r in tl.static_range(WORLD):
@@ -320,7 +320,7 @@ def two_shot_kernel(
     SLOT: tl.constexpr, SIGNAL: tl.constexpr, ROW: tl.constexpr, E: tl.constexpr,
     BLOCK: tl.constexpr, PER: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Every so-many-th group of WORLD rows, of which process r sums the r-th."""
+    """Groups of WORLD rows, `program`, `program + programs`, ...; process r sums the r-th."""
     overlap(EARLY)
     kind = x.dtype.element_ty
     program = tl.program_id(0).to(tl.int64)

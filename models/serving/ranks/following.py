@@ -66,7 +66,7 @@ def over_ranks(
         return steps._replace(ranks=ranks, load_slot=load_own)
 
     def run(cache: Any, batch: Any, allowed: Any = None) -> tuple[Any, Any]:
-        ran = allowed or steps.dispatch(batch.spec)
+        ran = allowed or steps.runs_as(batch.spec)
         with listened_to(ranks.team):
             sent = tell(ranks.team, (STEP, batch.spec, ran), leaves_of(batch))
         results = steps.run(cache, batch, allowed=ran)  # meanwhile it is sent

@@ -1,6 +1,6 @@
 """Triton backends of the gated delta rule and the state space: two recurrences, the same kernels.
 
-A request of up to SHORT tokens goes token by token (see `recurrent`), a longer one chunk by chunk,
+A request of up to SHORT tokens goes token by token (see `token`), a longer one chunk by chunk,
 by matrix products, whatever batch it comes in: its bits depend on itself alone. The grids depend on
 T and R alone, and a batch that is known to hold short requests only (decode, verifying drafts) is
 one launch.

@@ -149,11 +149,12 @@ def test_every_file_that_a_source_names_is_there() -> None:
         for folder in ("fngraph", "models", "benchmarks", "tests", "docs", "notebooks")
         for path in (ROOT / folder).rglob("*.*")
     ]
-    lost = {}
+    lost = []
     for name in there:
         if name.endswith((".py", ".cu", ".cuh", ".c")):
             named = re.findall(
                 r"`([\w./-]+\.(?:py|cuh?|c|md|ipynb))`", (ROOT / name[1:]).read_text()
             )
-            lost |= {name: x for x in named if not any(one.endswith(f"/{x}") for one in there)}
-    assert lost == {}
+            gone = [x for x in named if not any(one.endswith(f"/{x}") for one in there)]
+            lost += [(name, x) for x in gone]
+    assert lost == []

@@ -3,58 +3,35 @@ written in between, values that others read, other dtypes, roundings, shapes and
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import toys
-from test_graphify import Model, steps
+from places import (
+    BF16,
+    EPS,
+    F32,
+    Body,
+    D,
+    H,
+    angles,
+    by_row,
+    changed,
+    in_float32,
+    known,
+    model_of,
+    params,
+    turn,
+)
+from test_graphify import steps
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 import fngraph as fg
-from fngraph.errors import AddressError, CaptureError
 from fngraph.models.families.layers import centred_norm, rms_norm
 from fngraph.models.families.rope import Turn, rotate, turn_by
-from fngraph.ops import lay_side_by_side
-
-EPS = 1e-5
-H, D, F = 2, 4, 6  # of toys.E = 8
-
-
-def params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    draw = lambda *shape: torch.randn(shape, generator=generator).to(dtype)  # noqa: E731
-    p = {"w": draw(toys.V, toys.E), "g": draw(toys.E), "h": draw(D), "eps": torch.tensor(EPS)}
-    p |= {"wq": draw(8, toys.E), "wk": draw(4, toys.E), "wv": draw(4, toys.E), "b": draw(8)}
-    p |= {f"{x}_proj.weight": draw(4, toys.E) for x in "qkv"}
-    p |= {f"{x}_proj.bias": draw(4) for x in "qkv"}
-    one = torch.tensor(0.01)
-    p |= {"one": one, "same": one, "other scale": one.clone()}
-    p |= {"eight": draw(4, toys.E).to(torch.float8_e4m3fn)}
-    return p | {"w_gate": draw(F, toys.E), "w_up": draw(F, toys.E), "other": draw(F, toys.E)}
-
-
-Body = Callable[[dict[str, Tensor], Tensor], Any]
-
-
-def forward_of(body: Body) -> Callable[..., Any]:
-    def forward(params: Any, state: Any, batch: toys.Batch) -> Any:
-        return body(params, params["w"][batch.token_ids]), state
-
-    return forward
-
-
-def model_of(body: Body, given: Any) -> Model:
-    return Model(forward_of(body), given, {"calls": torch.zeros(1)})
-
-
-def changed(x: Tensor, write: Callable[[Tensor], Any]) -> Tensor:
-    write(x)
-    return x
-
 
 # --- the norm -------------------------------------------------------------------------------------
 
@@ -87,7 +64,6 @@ def sum_in_the_middle(p: Any, x: Tensor) -> Any:
 
 
 NORM = ("add_rms_norm", "rms_norm")
-BF16 = torch.bfloat16
 Case = tuple[Any, tuple[str, ...], tuple[int, ...], torch.dtype]
 CASES: dict[str, Case] = {
     "a norm": (lambda p, x: rms_norm(x, p["g"], EPS), NORM, (0, 1), torch.float32),
@@ -162,15 +138,6 @@ CASES: dict[str, Case] = {
 # --- gates, ropes, copies -------------------------------------------------------------------------
 
 
-def angles(x: Tensor, width: int = D // 2) -> tuple[Tensor, Tensor]:
-    angle = x[:, None, :width] * 2
-    return angle.cos(), angle.sin()
-
-
-def turn(x: Tensor, width: int = D // 2) -> Turn:
-    return turn_by(*angles(x, width))
-
-
 def pair_by_pair(p: Any, x: Tensor) -> Tensor:
     q, (cos, sin) = x.unflatten(1, (H, D)), angles(x)
     a, b, rest = q.split([2, 2, 0], dim=-1)
@@ -180,11 +147,6 @@ def pair_by_pair(p: Any, x: Tensor) -> Tensor:
 def turned(p: Any, x: Tensor, normed: bool = False, **more: Any) -> Tensor:
     q = x.unflatten(1, (H, D))
     return rotate(rms_norm(q, p["h"], EPS) if normed else q, turn(x, **more))
-
-
-def in_float32(q: Tensor, by: Turn) -> Tensor:
-    """As towers turn heads in half precision."""
-    return rotate(q.float(), by).to(q.dtype)
 
 
 def with_copy(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,7 +182,6 @@ def of_towers(p: Any, x: Tensor) -> Tensor:
 ROPE = ("norm_rope", "rope")
 GATE = ("silu_mul",)
 NOTHING = ("no_ops",)
-F32 = torch.float32
 CASES |= {
     "a rope": (turned, ROPE, (0, 1), BF16),
     "a rope, pair by pair": (pair_by_pair, ROPE, (0, 1), BF16),
@@ -359,19 +320,6 @@ CASES |= {
 
 
 # --- rounding to fp8 ------------------------------------------------------------------------------
-
-
-def by_row(p: Any, y: Tensor, times: int = 1) -> list[Tensor]:
-    """Products in fp8 that round their input each."""
-    made = [fg.ops.quantize_fp8_rows(y) for _ in range(times)]
-    return [fg.ops.scaled_linear(*one, p["eight"], p["one"], y.dtype).sin() for one in made]
-
-
-def known(p: Any, y: Tensor, *scales: str, **more: Tensor) -> list[Tensor]:
-    """The same, by known scales."""
-    of = [*(p[name] for name in scales), *more.values()]
-    made = [(fg.ops.quantize_fp8(y, scale), scale) for scale in of]
-    return [fg.ops.scaled_linear(*one, p["eight"], p["one"], y.dtype).sin() for one in made]
 
 
 def norm(p: Any, x: Tensor, total: bool = False) -> Tensor:
@@ -586,331 +534,3 @@ def test_a_pass_matches_where_it_should_and_results_are_the_same_bits(name: str)
     assert tuple(one.matches for one in seen.passes) == matches, seen.as_text()
     for batch in steps()[:2]:
         toy.check(fast, batch, atol=0, rtol=0)
-
-
-# --- what turns q and k, in attention's call ------------------------------------------------------
-
-
-def in_call(
-    *, of: Callable[[Any, Tensor], Tensor] = lambda p, y: y, eps: float | None = None,
-    angle: Callable[[Tensor], Tensor] = lambda x: x, then: Callable[..., Any] = lambda *x: None,
-    turns: tuple[bool, bool] = (True, True), one: bool = False, wide: bool = False,
-    width: int = D // 2,
-) -> Any:  # fmt: skip
-    """Attention over q and k that are turned, by default as one expects; and what else is read.
-
-    Args:
-        of: the norm of q, and of k where `eps` is not given: that of k's norm.
-        angle: what k's angles are made of.
-        width: pairs that turn.
-        then: is called with p and the values before attention is; what it returns is returned.
-    """
-
-    def forward(p: Any, state: Any, batch: toys.Batch) -> Any:
-        x = p["w"][batch.token_ids]
-        y, own = x.sin(), x.cos()
-        by = turn(x, width)
-        q, k, v = (z.unflatten(1, (H, D)) for z in (y, own, x))
-        q = of(p, q)
-        k = of(p, k) if eps is None else rms_norm(k, p["h"], eps)
-        k_by = by if angle(x) is x else turn(angle(x))
-        if wide:
-            by = turn(x.float())
-            q, k = in_float32(q, by), in_float32(k, by)
-        else:
-            q = rotate(q, by) if turns[0] else q
-            k = rotate(k, k_by) if turns[1] else k
-        k = q if one else k
-        kept = then(p, y, q, k)
-        out, kv = fg.ops.attention(q, k, v, state, batch)
-        return (out, kept), kv
-
-    return forward
-
-
-def normed(p: Any, y: Tensor) -> Tensor:
-    return rms_norm(y, p["h"], EPS)
-
-
-IN_CALL = {
-    "both turned": (in_call(), 1),
-    "some of their columns turned": (in_call(width=1), 1),
-    "both normed and turned": (in_call(of=normed), 1),
-    "normed by another epsilon": (in_call(of=normed, eps=0.1), 0),
-    "one of a norm": (in_call(eps=EPS), 0),
-    "turned by other angles": (in_call(angle=Tensor.exp), 0),
-    "q alone turned": (in_call(turns=(True, False)), 0),
-    "neither turned": (in_call(turns=(False, False)), 0),
-    "one value for both": (in_call(one=True), 0),
-    "turned in float32": (in_call(wide=True), 0),
-    "k read elsewhere": (in_call(then=lambda p, y, q, k: k.sin()), 0),
-    "q read elsewhere": (in_call(then=lambda p, y, q, k: q.sum(-1)), 0),
-    "q asked for its size": (in_call(then=lambda p, y, q, k: q.new_zeros(q.shape[0], 3)), 1),
-    "what is turned is written before": (in_call(then=lambda p, y, q, k: y.add_(1).sin()), 0),
-    "something else is written before": (
-        in_call(then=lambda p, y, q, k: q.new_zeros(q.shape[0], 3).add_(1)), 1,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", IN_CALL)
-def test_what_turns_q_and_k_goes_into_the_call(name: str):
-    forward, matches = IN_CALL[name]
-    dtype = BF16 if "float32" in name else F32
-    cache = tuple(torch.zeros(4 * toys.B, toys.S, H, D, dtype=dtype) for _ in range(2))
-    toy = Model(forward, {key: x.to(dtype) for key, x in params().items()}, cache)
-    for modes in ("FULL", "PIECEWISE"):
-        fast = toy.graphify(
-            passes=("norm_rope", "rope", "rope_in_attention"), modes=modes, sizes=(16,),
-            recorder="tape",
-        )  # fmt: skip
-        one = fast.trace(toy.params, toy.state).passes[-1]
-        assert one.matches == matches and len(one.notes) == 1 - matches
-        for batch in steps()[:3]:
-            toy.check(fast, batch, atol=0, rtol=0)
-
-
-# --- attention, rounded to fp8 --------------------------------------------------------------------
-
-
-def rounding(
-    read: Callable[[Any, Tensor], Any], *, view: Callable[[Tensor], Tensor] = lambda x: x.flatten(1)
-) -> Any:
-    """Attention, and what reads its output."""
-
-    def forward(p: Any, state: Any, batch: toys.Batch) -> Any:
-        x = p["w"][batch.token_ids]
-        q, k, v = (z.unflatten(1, (H, D)) for z in (x, x.sin(), x.cos()))
-        made = p["one"] * 2
-        out, kv = fg.ops.attention(q, k, v, state, batch)
-        return read({**p, "made": made}, view(out)), kv
-
-    return forward
-
-
-ROUNDED = {
-    "by a known scale": (rounding(lambda p, y: known(p, y, "one")), 1),
-    "by rows": (rounding(lambda p, y: by_row(p, y)), 0),
-    "by two scales": (rounding(lambda p, y: known(p, y, "one", "other scale")), 0),
-    "and read elsewhere": (rounding(lambda p, y: (known(p, y, "one"), y.sin())), 0),
-    "and returned": (rounding(lambda p, y: (known(p, y, "one"), y)), 0),
-    "by a scale that is made before it": (rounding(lambda p, y: known(p, y, "made")), 1),
-    "by a scale that is written behind it": (
-        rounding(lambda p, y: known({**p, "view": p["made"].view(1).add_(1)}, y, "made")), 0,
-    ),
-    "by a scale that is made behind it": (
-        rounding(lambda p, y: known(p, y, own=p["one"] * 2)), 0,
-    ),
-    "written before": (rounding(lambda p, y: known(p, y.add_(1), "one")), 0),
-    "of more than heads": (
-        rounding(lambda p, y: known(p, y, "one"), view=lambda x: x.flatten(1).sin()), 0,
-    ),
-    "of another dtype": (
-        rounding(lambda p, y: known(p, y, "one"), view=lambda x: x.flatten(1).bfloat16()), 0,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", ROUNDED)
-def test_attention_rounds_what_is_read_rounded_alone(name: str):
-    forward, matches = ROUNDED[name]
-    cache = tuple(torch.zeros(4 * toys.B, toys.S, H, D) for _ in range(2))
-    toy = Model(forward, params(), cache)
-    for modes in ("FULL", "PIECEWISE"):
-        fast = toy.graphify(passes=("attention_fp8",), modes=modes, sizes=(16,), recorder="tape")
-        (one,) = fast.trace(toy.params, toy.state).passes
-        assert one.matches == matches
-        for batch in steps()[:3]:
-            toy.check(fast, batch, atol=0, rtol=0)
-
-
-# --- products side by side ------------------------------------------------------------------------
-
-
-def project(*names: str) -> Body:
-    def body(p: Any, x: Tensor) -> Any:
-        return sum(torch.tanh(linear(x, p[name])).sum(-1, keepdim=True) for name in names)
-
-    return body
-
-
-def pair(p: Any, weight: str, bias: str = "") -> tuple[Tensor, Tensor]:
-    return p[f"{weight}_proj.weight"], p[f"{bias or weight}_proj.bias"]
-
-
-def biased(*names: str) -> Body:
-    """Products with a bias each; "q k" is q's weight with k's bias."""
-    return lambda p, x: [linear(x, *pair(p, *name.split())).sin() for name in names]
-
-
-def some_biased(p: Any, x: Tensor) -> Any:
-    """As Whisper: keys have none."""
-    return *biased("q", "v")(p, x), linear(x, p["k_proj.weight"]).sin()
-
-
-def added(bias: Callable[[Any, Tensor, str], Tensor], **more: Any) -> Body:
-    """Products to which something is added that is no bias."""
-    return lambda p, x: [
-        torch.addmm(bias(p, x, a), x, pair(p, a)[0].t(), **more).sin() for a in "qk"
-    ]
-
-
-def written(p: Any, x: Tensor) -> Any:
-    y = x.sin()
-    a = linear(y, p["w_gate"])
-    y.view(-1)[:4].add_(1)
-    return a.sin() + linear(y, p["w_up"])
-
-
-def as_view(p: Any, x: Tensor) -> Any:
-    return linear(x, p["w_gate"]).view(-1).sin().view(-1, F) + linear(x, p["w_up"])
-
-
-@torch.library.custom_op("test_pass_places::doubled", mutates_args=())
-def doubled(x: Tensor) -> Tensor:
-    """A kernel that is handed an address, and knows from the trace how its rows lie."""
-    return torch.as_strided(x, x.shape, (x.shape[1], 1)) * 2
-
-
-doubled.register_fake(lambda x: x.new_empty(x.shape))
-
-
-@torch.library.custom_op(
-    "test_pass_places::tripled", mutates_args=(), tags=(torch.Tag.flexible_layout,)
-)
-def tripled(x: Tensor) -> Tensor:
-    return x * 3
-
-
-tripled.register_fake(lambda x: x.new_empty(x.shape))
-
-
-def handed(op: Callable[[Tensor], Tensor]) -> Body:
-    """Products, or views of what is written in them, to an op of one's own."""
-
-    def body(p: Any, x: Tensor) -> Any:
-        a, b = linear(x, p["w_gate"]), linear(x, p["w_up"]).add_(1)
-        return fg.trust_rows(op(a)) + fg.trust_rows(op(b.view(-1, 2, F // 2).flatten(1)))
-
-    return body
-
-
-ALONE = "do not lie side by side in memory"
-PRODUCTS: dict[str, tuple[Body, int, str]] = {
-    "three of one input": (project("wq", "wk", "wv"), 1, ""),
-    "in another order": (project("wv", "wq", "wk"), 1, ""),
-    "two of three": (project("wk", "wv"), 1, ""),
-    "and two others": (project("wq", "wk", "wv", "w_up", "w_gate"), 2, ""),
-    "one alone": (project("wq"), 0, ""),
-    "with a gap": (project("wq", "wv"), 0, ALONE),
-    "the same weight twice": (project("wq", "wq"), 0, ALONE),
-    "weights of two groups": (project("wv", "w_up"), 0, ALONE),
-    "a weight that lies elsewhere": (project("w_gate", "other"), 0, ALONE),
-    "with a bias": (
-        lambda p, x: linear(x, p["wq"], p["b"]).sum(-1) + linear(x, p["wk"]).sum(-1), 0, "",
-    ),
-    "with biases": (biased("q", "k", "v"), 1, ""),
-    "with biases, in another order": (biased("v", "q", "k"), 1, ""),
-    "with biases in another order than weights": (biased("q k", "k q", "v"), 0, ALONE),
-    "with one bias for all": (biased("q", "k q", "v q"), 0, ALONE),
-    "with biases but one": (some_biased, 0, ALONE),
-    "with a bias that is computed": (added(lambda p, x, a: pair(p, a)[1].sin()), 0, ""),
-    "with a row for each token": (added(lambda p, x, a: x[:, :4]), 0, ""),
-    "with multiples of biases": (added(lambda p, x, a: pair(p, a)[1], beta=2), 0, ""),
-    "two inputs": (
-        lambda p, x: linear(x, p["w_gate"]).sin() + linear(x.sin(), p["w_up"]), 0, "",
-    ),
-    "an input that is written in between": (written, 0, "is written between one product and"),
-    "a result that is returned": (
-        lambda p, x: (linear(x, p["w_gate"]), linear(x, p["w_up"])), 0, "forward returns one of",
-    ),
-    "a result that is viewed as a line": (as_view, 0, "viewed as only a product of its own"),
-    "results that an op of one's own reads": (
-        handed(doubled), 0, "doubled.default (",
-    ),
-    "results that one of any strides reads": (handed(tripled), 1, ""),
-    "results that are written": (
-        lambda p, x: changed(linear(x, p["w_gate"]), Tensor.sin_) + linear(x, p["w_up"]), 1, "",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_products_become_one_where_their_weights_lie_so(name: str):
-    body, matches, note = PRODUCTS[name]
-    for laid in (True, False):
-        toy = model_of(body, lay_side_by_side(params()) if laid else params())
-        fast = toy.graphify(passes=("side_by_side",), modes="FULL", sizes=(16,), recorder="tape")
-        (one,) = fast.trace(toy.params, toy.state).passes
-        assert one.matches == (matches if laid else 0)
-        if laid:
-            assert len(one.notes) == bool(note) and note in "".join(one.notes)
-        for batch in steps()[:2]:
-            toy.check(fast, batch, atol=1e-5, rtol=1e-5)
-
-
-def test_weights_that_were_traced_without_memory_stay_apart():
-    toy = model_of(project("wq", "wk", "wv"), lay_side_by_side(params()))
-    fast = toy.graphify(passes=("side_by_side",))
-    traced = fast.trace(fg.like(toy.params), fg.like(toy.state))
-    ((one,), (note,)) = traced.passes, traced.passes[0].notes
-    assert f"side_by_side: {note}" in traced.split().lower().notes
-    assert one.matches == 0 and "weights = fg.ops.lay_side_by_side(weights)" in note
-    assert note.startswith("params['wq'], params['wk'], params['wv']: they do not lie")
-
-
-@pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL"])
-def test_merged_weights_are_the_caller_s_own(recorder_name, device, modes: str):
-    """Written in place, they count; of another kind, they are traced anew, and stay apart."""
-    given = {name: x.to(device) for name, x in params(BF16).items()}
-    toy = model_of(project("wq", "wk", "wv"), lay_side_by_side(given))
-    toy = toy._replace(state={"calls": torch.zeros(1, device=device)})
-    step = (
-        toy.graphify(passes=("side_by_side",), modes=modes)
-        .trace(toy.params, toy.state).split().lower().compile()
-        .capture(toy.params, toy.state, recorder=recorder_name)
-    )  # fmt: skip
-    run = lambda params, state, batch: step(state, batch)  # noqa: E731
-    batch = steps(device)[0]
-    close = {"atol": 0.05, "rtol": 0.05}
-    toy.check(run, batch, **close)
-    before = toy.params["wk"].data_ptr()
-    step.rebind(params={**toy.params, "wk": toy.params["wk"] * 2})
-    assert toy.params["wk"].data_ptr() == before
-    toy.check(run, batch, **close)
-    ran = lambda: step.main.executable.maker.traced.passes[0].matches  # noqa: E731
-    assert ran() == 1
-    halves = {name: x.half() for name, x in toy.params.items()}  # of as many bytes
-    step.rebind(params=halves)
-    assert ran() == 0
-    got, want = step(toy.state, batch)[0], toy.fn(halves, toy.state, batch)[0]
-    torch.testing.assert_close(got, want, **close)
-
-
-@pytest.mark.parametrize("kind", ["weight", "bias"])
-def test_weights_bound_apart_after_all_are_an_error(kind: str):
-    laid = lay_side_by_side(params())
-    toy = model_of(biased("q", "k", "v"), laid)
-    traced = toy.graphify(passes=("side_by_side",), modes="FULL", sizes=(4,)).trace(laid, toy.state)
-    apart = {name: x.clone() if name.endswith(kind) else x for name, x in laid.items()}
-    with pytest.raises((AddressError, CaptureError), match="does not lie right behind"):
-        step = traced.split().lower().compile().capture(apart, toy.state, recorder="tape")
-        step(toy.state, steps()[0])
-
-
-def test_no_second_copy_of_a_weight_is_made():
-    toy = model_of(project("wq", "wk", "wv"), lay_side_by_side(params()))
-    fast = toy.graphify(passes=("side_by_side",), modes="FULL", sizes=(16,))
-    lowered = fast.trace(toy.params, toy.state).split().lower()
-    assert lowered.split.traced.constants == {}
-    (op,) = [
-        n for n in lowered.split.traced.graph.gm.graph.nodes if "side_by_side" in str(n.target)
-    ]
-    assert [x.op for x in op.args[1]] == ["placeholder"] * 3
-    assert dataclasses.asdict(lowered.plan) == dataclasses.asdict(
-        toy.graphify(passes=(), modes="FULL", sizes=(16,))
-        .trace(toy.params, toy.state).split().lower().plan
-    )  # fmt: skip

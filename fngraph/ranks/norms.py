@@ -4,8 +4,8 @@
 
 The pass `all_reduce_rms_norm` puts it into a traced graph. On the CPU it is the ops that it stands
 for, bit for bit; on CUDA one kernel over memory of all processes, where they have such
-(`fngraph.ranks.symmetric`) and the rows are few enough (`fngraph.ops.peers`), else the collective,
-and a kernel for the rest.
+(`fngraph.ranks.symmetric`) and the rows are few enough (`fngraph.ops.symmetric`), else the
+collective, and a kernel for the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fngraph.ops.opaque import define_op
-from fngraph.ops.peers import APART
+from fngraph.ops.symmetric import APART
 from fngraph.ranks.collectives import WHO, reduced, refused
 from fngraph.ranks.symmetric import shared_of
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fngraph.ops.opaque import define_op
-from fngraph.ops.peers import Shared
+from fngraph.ops.symmetric import SymmetricMemory
 from fngraph.ranks.collectives import WHO, refused
 from fngraph.ranks.faults import failing_as, group_of
 from fngraph.ranks.symmetric import shared_of
@@ -36,7 +36,7 @@ OVERLAP_FROM = 512
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _overlapping(x: Tensor, axis: str, group: str) -> Shared | None:
+def _overlapping(x: Tensor, axis: str, group: str) -> SymmetricMemory | None:
     """Memory by which a product of these rows and a collective go at once, alike in all processes;
     None: they go one after the other."""
     if not x.is_cuda or x.dim() != 2 or x.dtype not in _DTYPES or len(x) < OVERLAP_FROM:

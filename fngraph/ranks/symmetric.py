@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fngraph.errors import RankError
-from fngraph.ops.peers import LARGEST, PROGRAMS, Shared, block_bytes
+from fngraph.ops.symmetric import LARGEST, PROGRAMS, SymmetricMemory, block_bytes
 from fngraph.ranks.faults import failing_as, group_of
 from fngraph.torch_facts.names import gather_objects, is_capturing, timeout_s
 from fngraph.torch_facts.symmetric import ON_ONE_DEVICE, forget_workspace, share
@@ -45,13 +45,13 @@ class Has(NamedTuple):
 
 class _Made(NamedTuple):
     of: Any  # the group: another one may have its name later
-    shared: Shared | None
+    shared: SymmetricMemory | None
 
 
 _MADE: dict[str, _Made] = {}
 
 
-def shared_of(axis: str, group: str) -> Shared | None:
+def shared_of(axis: str, group: str) -> SymmetricMemory | None:
     """The blocks of an axis's processes; None where there can be none, which is logged once.
 
     All of them come to the first call at once.
@@ -92,7 +92,7 @@ def why_none(all_have: Sequence[Has], on_one: bool) -> str:
     return ""
 
 
-def _make(axis: str, group: str) -> Shared | None:
+def _make(axis: str, group: str) -> SymmetricMemory | None:
     at = torch.cuda.current_device()
     if is_capturing():
         raise RankError(
@@ -115,7 +115,7 @@ def _make(axis: str, group: str) -> Shared | None:
             _warn(axis, whys[0] if whys else failed)
             return None
         own, addresses, kept = block
-        return Shared(
+        return SymmetricMemory(
             own,
             torch.tensor(addresses, dtype=torch.int64, device=own.device),
             torch.zeros(PROGRAMS, dtype=torch.int64, device=own.device),

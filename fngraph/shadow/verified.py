@@ -233,7 +233,7 @@ def has_ended(step: weakref.ref[VerifiedStep[Any]], answer: Answer) -> None:
 def keys_of_now(step: Step[Any]) -> Keys:
     """The keys that serve the caller's ambient state (autocast, ...), as a call takes them."""
     if (ambient := step.last.read_ambient()) != step.last.ambient:
-        step._meet(ambient)
+        step._switch_keys(ambient)
     return step.last.keys
 
 

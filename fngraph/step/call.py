@@ -15,7 +15,7 @@ from fngraph.graphs.staging.buffers import check_leaves
 from fngraph.step.capture import plan_step
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import HostBatch, Prepared, kinds_of
-from fngraph.torch_facts.memory import Bytes, meets, storage_bytes
+from fngraph.torch_facts.memory import Bytes, overlaps, storage_bytes
 from fngraph.torch_facts.names import InferenceMode, TensorGuards, count_write
 
 FULL = Mode.FULL  # one graph, to which bounds and grad mode are nothing; to find it takes 0.1 us
@@ -165,7 +165,7 @@ def _as_staged(x: torch.Tensor, written: Sequence[Bytes]) -> torch.Tensor:
     brings a view of the state."""
     if not x.is_contiguous() or x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg().contiguous()
-    apart = written and meets(storage_bytes(x), written)
+    apart = written and overlaps(storage_bytes(x), written)
     return x.clone() if apart or x.data_ptr() % ALIGNED else x
 
 

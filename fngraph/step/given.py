@@ -19,7 +19,14 @@ from fngraph.core.text import did_you_mean
 from fngraph.errors import TreeError
 from fngraph.fx.leaves import Role, TensorSpec, check_memory
 from fngraph.step.binding import Binding, flatten_as
-from fngraph.torch_facts.memory import Bytes, joined, kind_of, meets, overlaps_itself, storage_bytes
+from fngraph.torch_facts.memory import (
+    Bytes,
+    joined,
+    kind_of,
+    overlaps,
+    overlaps_itself,
+    storage_bytes,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,7 +120,7 @@ def memory_of(tensors: Iterable[torch.Tensor]) -> list[Bytes]:
 
 def lies_in(memory: Sequence[Bytes], x: torch.Tensor) -> bool:
     """Whether a tensor shares memory with those of which that is."""
-    return meets(storage_bytes(x), memory)
+    return overlaps(storage_bytes(x), memory)
 
 
 def write(target: torch.Tensor, value: torch.Tensor) -> None:

@@ -158,7 +158,7 @@ class Step(Generic[R]):
             try:
                 ambient = last.read_ambient()
                 if ambient != last.ambient:
-                    self._meet(ambient)
+                    self._switch_keys(ambient)
                 keys = last.keys
                 stream = turn.current()
                 if stream != turn.stream or turn.capturing():
@@ -216,7 +216,7 @@ class Step(Generic[R]):
 
     # which keys serve a call
 
-    def _meet(self, ambient: tuple[Any, ...]) -> None:
+    def _switch_keys(self, ambient: tuple[Any, ...]) -> None:
         """Another ambient state than the last call's: find the keys that serve it."""
         check_no_transform()
         last = self.last

@@ -44,7 +44,7 @@ def joined(spans: Iterable[Bytes]) -> list[Bytes]:
     return found
 
 
-def meets(span: Bytes, ranges: Sequence[Bytes]) -> bool:
+def overlaps(span: Bytes, ranges: Sequence[Bytes]) -> bool:
     """Whether some byte is in one of `ranges`, which are `joined`."""
     at = bisect.bisect_left(ranges, (span[1], 0)) - 1  # the last that begins before the end
     return at >= 0 and span[0] < span[1] and ranges[at][1] > span[0]

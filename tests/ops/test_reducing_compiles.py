@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_triton_compiles import SHARED, compiled_for_h100, needs_triton, run_alone, spilled
 
-from fngraph.ops import peers
+from fngraph.ops.symmetric import ONE_SHOT, PROGRAMS, TWO_SHOT, SymmetricMemory
 from fngraph.ops.triton import launching
 
 KINDS = {
@@ -29,7 +29,7 @@ def compiled(dtype: torch.dtype, size: int, way: str, width: int, folder: Path) 
         made = compiled_for_h100(kernel, *given, EARLY=options.pop("early"), **options)
         assert made.metadata.shared <= SHARED
         assert spilled(made, folder) <= (32 if width * dtype.itemsize <= 16384 else 200)
-        (by_words if way == peers.ONE_SHOT else by_signals)(made.asm["ptx"], dtype, width)
+        (by_words if way == ONE_SHOT else by_signals)(made.asm["ptx"], dtype, width)
 
     def words_of(dtype: torch.dtype, width: int) -> int:
         """Of a row, those of a thread."""
@@ -77,8 +77,8 @@ def compiled(dtype: torch.dtype, size: int, way: str, width: int, folder: Path) 
     reducing.launch = launch  # type: ignore[attr-defined]
     x = torch.zeros(16, width, dtype=dtype)
     own = torch.zeros(16, dtype=torch.uint8)
-    number = torch.zeros(peers.PROGRAMS, dtype=torch.int64)
-    shared = peers.Shared(own, number, number, size - 1, size, 300)
+    number = torch.zeros(PROGRAMS, dtype=torch.int64)
+    shared = SymmetricMemory(own, number, number, size - 1, size, 300)
     reducing.all_reduce_rms_norm(x, x, x[0], 1e-5, False, shared, way)
     print(way, size, str(dtype).removeprefix("torch."), width)
 
@@ -86,11 +86,11 @@ def compiled(dtype: torch.dtype, size: int, way: str, width: int, folder: Path) 
 CASES = [
     (dtype, size, way, width)
     for dtype in (torch.bfloat16, torch.float32)
-    for size, way in ((2, peers.ONE_SHOT), (4, peers.ONE_SHOT), (8, peers.TWO_SHOT))
+    for size, way in ((2, ONE_SHOT), (4, ONE_SHOT), (8, TWO_SHOT))
     for width in (4096, 8192)
 ]
 CASES += [  # a thread has two words, one, or one that others have as well
-    (dtype, size, peers.ONE_SHOT, width)
+    (dtype, size, ONE_SHOT, width)
     for dtype, size, width in (
         (torch.bfloat16, 2, 512), (torch.float16, 2, 4096), (torch.float16, 3, 33),
         (torch.float32, 2, 4),

@@ -16,8 +16,22 @@ import torch
 from fast_interpreter import speed_up
 from torch import Tensor
 
-from fngraph.ops import peers
 from fngraph.ops.fused import plain_add_rms_norm
+from fngraph.ops.symmetric import (
+    APART,
+    LARGEST,
+    ONE_SHOT,
+    PROGRAMS,
+    ROW_BYTES,
+    TWO_SHOT,
+    WORDS_BYTES,
+    SymmetricMemory,
+    block_bytes,
+    signals_bytes,
+    slot_bytes,
+    way_of,
+    words_at,
+)
 from fngraph.ops.triton.launching import interpreted
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="for the interpreter")
@@ -36,15 +50,15 @@ class Call(NamedTuple):
     centred: bool = False
 
 
-def shared_by(size: int) -> list[peers.Shared]:
+def shared_by(size: int) -> list[SymmetricMemory]:
     """Blocks that a fork's processes see at one address."""
-    blocks = [torch.zeros(peers.block_bytes(size), dtype=torch.uint8) for _ in range(size)]
+    blocks = [torch.zeros(block_bytes(size), dtype=torch.uint8) for _ in range(size)]
     for block in blocks:
         block.share_memory_()
     addresses = torch.tensor([block.data_ptr() for block in blocks])
-    turns = [torch.zeros(peers.PROGRAMS, dtype=torch.int64) for _ in blocks]
+    turns = [torch.zeros(PROGRAMS, dtype=torch.int64) for _ in blocks]
     return [
-        peers.Shared(block, addresses, turns[rank], rank, size, 10, blocks)
+        SymmetricMemory(block, addresses, turns[rank], rank, size, 10, blocks)
         for rank, block in enumerate(blocks)
     ]
 
@@ -57,7 +71,7 @@ def arguments(call: Call, rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]
     return x, y, draw(alike, call.width)
 
 
-def run(shared: peers.Shared, calls: Sequence[Call], seed: int, pipe: Any) -> None:
+def run(shared: SymmetricMemory, calls: Sequence[Call], seed: int, pipe: Any) -> None:
     """One process; slow at other times than the others."""
     from fngraph.ops.triton.reducing import all_reduce_rms_norm
 
@@ -125,11 +139,11 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reducing, "PROGRAMS", 4)
 
 
-@pytest.mark.parametrize("way", [peers.ONE_SHOT, peers.TWO_SHOT])
+@pytest.mark.parametrize("way", [ONE_SHOT, TWO_SHOT])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_it_is_the_plain_form(size: int, way: str):
     """Of rows fewer and more than programs and processes, and of no row; of every dtype."""
-    if size == 2 and way == peers.TWO_SHOT:
+    if size == 2 and way == TWO_SHOT:
         pytest.skip("two processes have no slots for two shots")
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     calls = [Call(rows, 20, torch.float32, way) for rows in (1, 0, 5, 4 * size + 3)]
@@ -140,7 +154,7 @@ def test_it_is_the_plain_form(size: int, way: str):
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_longest_rows_lie_beside_each_other(size: int):
     """Those of two programs, and of one shot and two, of half a slot and of all of it."""
-    ways = (peers.ONE_SHOT, peers.TWO_SHOT)[: 1 if size == 2 else 2]
+    ways = (ONE_SHOT, TWO_SHOT)[: 1 if size == 2 else 2]
     widths = (8192, 4096, 8192)
     check(size, [Call(4, width, torch.float32, way) for width in widths for way in ways], 50)
 
@@ -149,7 +163,7 @@ def test_the_longest_rows_lie_beside_each_other(size: int):
 def test_slots_take_turns_whatever_comes_after_what(size: int):
     """Many calls of random kinds, in processes that are late now and then."""
     draw = random.Random(size)
-    ways = (peers.ONE_SHOT, peers.TWO_SHOT) if size > 2 else (peers.ONE_SHOT,)
+    ways = (ONE_SHOT, TWO_SHOT) if size > 2 else (ONE_SHOT,)
     calls = [
         Call(draw.choice((1, 2, 3, 7, 18)), draw.choice((1, 8, 33)), torch.float32,
              draw.choice(ways), draw.random() < 0.5)
@@ -160,20 +174,23 @@ def test_slots_take_turns_whatever_comes_after_what(size: int):
 
 def test_a_block_has_room_for_all_slots():
     """Signals, then slots of two shots, then words, in all of which nothing overlaps."""
-    for size in peers.LARGEST:
-        slots = 2 * peers.PROGRAMS * peers.slot_bytes(size)
-        assert peers.words_at(size) == peers.signals_bytes(size) + slots
-        words = 2 * peers.PROGRAMS * (size - 1) * peers.WORDS_BYTES
-        assert peers.block_bytes(size) == peers.words_at(size) + words
-        assert peers.signals_bytes(size) % 16 == peers.words_at(size) % 16 == 0
-        assert peers.slot_bytes(size) == (0 if size == 2 else (size + 1) * peers.ROW_BYTES)
+    for size in LARGEST:
+        slots = 2 * PROGRAMS * slot_bytes(size)
+        assert words_at(size) == signals_bytes(size) + slots
+        words = 2 * PROGRAMS * (size - 1) * WORDS_BYTES
+        assert block_bytes(size) == words_at(size) + words
+        assert signals_bytes(size) % 16 == words_at(size) % 16 == 0
+        assert slot_bytes(size) == (0 if size == 2 else (size + 1) * ROW_BYTES)
 
 
 def test_which_way_by_size():
     """Two processes never sum in two shots; a row that has no room goes apart."""
-    assert peers.way_of(1, 8192, 2) == peers.ONE_SHOT
-    assert {peers.way_of(rows, 8192, 2) for rows in (512, 513)} == {peers.ONE_SHOT, peers.APART}
-    assert [peers.way_of(rows, 8192, 4) for rows in (32, 33, 512, 513)] == [
-        peers.ONE_SHOT, peers.TWO_SHOT, peers.TWO_SHOT, peers.APART
+    assert way_of(1, 8192, 2) == ONE_SHOT
+    assert {way_of(rows, 8192, 2) for rows in (512, 513)} == {
+        ONE_SHOT,
+        APART,
+    }
+    assert [way_of(rows, 8192, 4) for rows in (32, 33, 512, 513)] == [
+        ONE_SHOT, TWO_SHOT, TWO_SHOT, APART
     ]  # fmt: skip
-    assert peers.way_of(1, peers.ROW_BYTES + 1, 4) == peers.way_of(1, 64, 9) == peers.APART
+    assert way_of(1, ROW_BYTES + 1, 4) == way_of(1, 64, 9) == APART

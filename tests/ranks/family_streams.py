@@ -143,8 +143,8 @@ def made(folder: Path, name: str, over: Over, mesh: fg.Mesh, modes: str) -> Made
     steps = over_ranks(steps, ranks, part)
     if ranks.leads:
         steps.load_slot(0, adapter_of(slots), start(NUM_BLOCKS, policy))
-    peers = ranks.peers
-    return Made(steps, cache, policy, lambda i: not over.apart or i % peers.size == peers.rank)
+    leaders = ranks.leaders
+    return Made(steps, cache, policy, lambda i: not over.apart or i % leaders.size == leaders.rank)
 
 
 def streamed(one: Made) -> Ran:

@@ -122,7 +122,7 @@ SHAPES = ((1, 4096), (3, 80), (64, 4096), (300, 1024), (7, 8192), (5, 512), (2, 
 
 def on_devices(rank: int, size: int, shares_device: bool) -> dict[str, Any]:
     """The kernel by itself in one and two shots, and in a step of many batches."""
-    from fngraph.ops.peers import ONE_SHOT, TWO_SHOT
+    from fngraph.ops.symmetric import ONE_SHOT, TWO_SHOT
     from fngraph.ops.triton.reducing import all_reduce_rms_norm
     from fngraph.ranks.symmetric import shared_of
 
@@ -232,7 +232,7 @@ def in_a_graph(rank: int, size: int, shares_device: bool, launches: int = 200) -
 
 def alone(rank: int, shares_device: bool) -> None:
     """One whose peer does not come: its error says after how many seconds."""
-    from fngraph.ops.peers import ONE_SHOT
+    from fngraph.ops.symmetric import ONE_SHOT
     from fngraph.ops.triton.reducing import all_reduce_rms_norm
     from fngraph.ranks.symmetric import shared_of
 

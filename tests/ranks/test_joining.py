@@ -134,7 +134,7 @@ def test_one_process_takes_all_requests():
     inbox = spread(Ranks(), policy, lambda state: coming)
     assert [job.id for job in inbox(start(16, policy)).waiting] == [0, 1]
     with pytest.raises(ValueError, match=r"make_ranks\(\.\.\., meet=True\)"):
-        spread(Ranks(peers=Circle(None, 0, (0, 1))), policy, lambda state: [])
+        spread(Ranks(leaders=Circle(None, 0, (0, 1))), policy, lambda state: [])
 
 
 def test_what_padding_drew_is_left_out():

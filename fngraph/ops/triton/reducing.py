@@ -2,8 +2,8 @@
 
     total = x of rank 0 + x of rank 1 + ... + y;  normed = RMSNorm(total) * weight
 
-Processes write into each other's memory (`fngraph.ops.peers`). All add in the order of ranks, in
-float32, and round once, so that each has the same bits, in one shot as in two.
+Processes write into each other's memory (`fngraph.ops.symmetric`). All add in the order of ranks,
+in float32, and round once, so that each has the same bits, in one shot as in two.
 
 In one shot a program writes its row into a slot of each peer, in words: one is four bytes of the
 row, and the number of the turn, by which the peer knows, word by word, that it is here. That is one
@@ -26,12 +26,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fngraph.ops.peers import (
+from fngraph.ops.symmetric import (
     ONE_SHOT,
     PROGRAMS,
     SIGNAL_BYTES,
     WORDS_BYTES,
-    Shared,
+    SymmetricMemory,
     signals_bytes,
     slot_bytes,
     words_at,
@@ -365,8 +365,9 @@ def warps_of(words: int) -> int:
 
 
 def all_reduce_rms_norm(
-    x: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool, shared: Shared, way: str
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool, shared: SymmetricMemory,
+    way: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sum of every process's `x` and of `y`, and the norm of that.
 
     Args:

@@ -4,8 +4,8 @@
     steps = over_ranks(make_steps(...), ranks)
 
 A *team* runs each batch together: tensor-parallel processes, pipeline stages. Its first one, the
-leader, has the requests; the others follow. The leaders are *peers*: each has requests and a cache
-of its own (data-parallel).
+leader, has the requests; the others follow. Each team's leader has requests and a cache of
+its own (data-parallel).
 
 What is told goes beside the collectives of the model, on CPUs, so that nobody waits for a device:
 over memory where a circle's processes are of one host, else over gloo, as does what has no room.
@@ -68,7 +68,7 @@ class Ranks:
 
     Attributes:
         team: those that run each batch together; the first has the requests.
-        peers: leaders of all teams, as a leader sees them.
+        leaders: of all teams, as a leader sees them.
         meet: whether teams meet in collectives of the model, so that their batches must have one
             size: they agree on it before each step. Else each serves by itself.
         axes: those of a team, outermost first.
@@ -76,7 +76,7 @@ class Ranks:
     """
 
     team: Circle = ALONE
-    peers: Circle = ALONE
+    leaders: Circle = ALONE
     meet: bool = False
     axes: tuple[fg.Axis, ...] = ()
     ahead: bool = False
@@ -89,11 +89,11 @@ class Ranks:
     @property
     def agrees(self) -> bool:
         """Whether each step's size is settled with others."""
-        return self.meet and self.peers.size > 1
+        return self.meet and self.leaders.size > 1
 
     def __repr__(self) -> str:
         team = f"rank {self.team.rank} of {self.team.size} in its team"
-        return f"Ranks({team}; {self.peers.size} teams{', which meet' * self.meet})"
+        return f"Ranks({team}; {self.leaders.size} teams{', which meet' * self.meet})"
 
 
 ONE = Ranks()  # a process by itself
@@ -139,8 +139,8 @@ def make_ranks(
     members = [tuple(sorted(teams[place], key=order)) for place in sorted(teams)]
     found = [_circle(one, timeout) for one in (*members, tuple(one[0] for one in members))]
     team = next(circle for circle in found[:-1] if dist.get_rank() in circle.members)
-    team, peers = _with_board(team), found[-1]
-    return Ranks(team, _with_board(peers) if meet else peers, meet, within, ahead)
+    team, leaders = _with_board(team), found[-1]
+    return Ranks(team, _with_board(leaders) if meet else leaders, meet, within, ahead)
 
 
 def _circle(members: tuple[int, ...], timeout: timedelta) -> Circle:

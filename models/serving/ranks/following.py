@@ -122,11 +122,11 @@ def leading(ranks: Ranks) -> Iterator[None]:
         with contextlib.suppress(RuntimeError):  # who does not listen any more
             tell(ranks.team, (END, reason), most=PATIENCE).wait(PATIENCE)
         with contextlib.suppress(RuntimeError):
-            if ranks.agrees and ranks.peers.board is not None:
-                ranks.peers.board.leave()
+            if ranks.agrees and ranks.leaders.board is not None:
+                ranks.leaders.board.leave()
             elif ranks.agrees:
                 left = error.members if isinstance(error, Left) else ()
-                tell_each(ranks.peers, NOTHING._replace(gone=1), left).wait(PATIENCE)
+                tell_each(ranks.leaders, NOTHING._replace(gone=1), left).wait(PATIENCE)
         raise
     with listened_to(ranks.team):
         tell(ranks.team, (END, "")).wait()
@@ -157,14 +157,14 @@ def agree(ranks: Ranks, spec: fg.BatchSpec | None) -> fg.BatchSpec | None:
         RankError: a team has left (`Left`), or is gone.
     """
     with met(ranks):
-        coming = exchange(ranks.peers, NOTHING if spec is None else wish_of(spec))
+        coming = exchange(ranks.leaders, NOTHING if spec is None else wish_of(spec))
     return join(_wishes(ranks, coming), SHAPED)
 
 
 def agree_ahead(ranks: Ranks, promised: Wish) -> Coming:
     """Begin to agree on the next step while one runs."""
     with met(ranks):
-        return exchange(ranks.peers, promised)
+        return exchange(ranks.leaders, promised)
 
 
 def agreed_ahead(ranks: Ranks, coming: Coming | None) -> fg.BatchSpec | None:
@@ -185,7 +185,7 @@ def numbers_of_all(ranks: Ranks, *own: int) -> list[tuple[int, ...]]:
         RankError: as `agree`.
     """
     with met(ranks):
-        coming = exchange(ranks.peers, (*own, *NOTHING[len(own) :]))
+        coming = exchange(ranks.leaders, (*own, *NOTHING[len(own) :]))
     return [wish[: len(own)] for wish in _wishes(ranks, coming)]
 
 
@@ -196,9 +196,9 @@ def _wishes(ranks: Ranks, coming: Coming) -> list[Wish]:
         except fg.errors.AbsentError as error:
             if not error.gave_up:
                 raise
-            found = [NOTHING] * ranks.peers.size
+            found = [NOTHING] * ranks.leaders.size
             found[error.rank] = NOTHING._replace(gone=1)
-    if left := [member for member, wish in zip(ranks.peers.members, found) if wish.gone]:
+    if left := [member for member, wish in zip(ranks.leaders.members, found) if wish.gone]:
         raise Left(left)
     return found
 
@@ -209,7 +209,7 @@ def met(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise lost(ranks.peers, "batches that meet", error) from error
+        raise lost(ranks.leaders, "batches that meet", error) from error
 
 
 @contextlib.contextmanager

@@ -46,30 +46,30 @@ def spread(
         ValueError: teams that do not meet.
         RankError: while it serves: another team has left (`Left`), or is gone.
     """
-    peers = ranks.peers
-    if peers.size > 1 and not ranks.meet:
+    leaders = ranks.leaders
+    if leaders.size > 1 and not ranks.meet:
         raise ValueError(
             "teams that do not meet take no step together, so that one stream cannot be spread "
             "while they serve. Pass make_ranks(..., meet=True), or share requests out before"
         )
 
     def inbox(state: State) -> State:
-        asked = list(take(state)) if peers.rank == 0 else []
+        asked = list(take(state)) if leaders.rank == 0 else []
         asked = [dict(one) for one in asked if can_run(state, policy, one)]
         told = numbers_of_all(ranks, len(asked), outstanding(state))
         if not told[0][0]:
             return state
         with met(ranks):
-            if peers.rank == 0:
+            if leaders.rank == 0:
                 now = clock()
-                tell(peers, [moved(one, -now) for one in asked]).wait()
+                tell(leaders, [moved(one, -now) for one in asked]).wait()
             else:
-                heard, _ = hear(peers)
+                heard, _ = hear(leaders)
                 now = clock()
                 asked = [moved(one, now) for one in heard]
         loads = [load for _, load in told]
         for one, to in zip(asked, assign(loads, list(map(tokens_of, asked)))):
-            if to == peers.rank and can_run(state, policy, one):
+            if to == leaders.rank and can_run(state, policy, one):
                 state = submit(state, policy, **one)
             else:  # it has its number nevertheless
                 state = dataclasses.replace(state, submitted=state.submitted + one.get("n", 1))

@@ -44,7 +44,7 @@ of two alone, one row and 64."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Shared:
+class SymmetricMemory:
     """The blocks of an axis's processes, as one of them sees them.
 
     Attributes:

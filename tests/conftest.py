@@ -119,7 +119,7 @@ NO_TIME = "no time was left for the rest"
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """`REST_MINUTES=50`: of the `rest`, what has not begun after so long is left out, so that CI's
     answer does not depend on how fast its machine is. The samples are always run."""
-    minutes = float(os.environ.get("REST_MINUTES", "inf"))
+    minutes = float(os.environ.get("REST_MINUTES") or "inf")
     if item.get_closest_marker("rest") and time.monotonic() - BEGAN > 60 * minutes:
         pytest.skip(NO_TIME)
 

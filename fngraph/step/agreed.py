@@ -39,7 +39,7 @@ def before_step(keys: Keys, prepared: Prepared, spec: BatchSpec, decided: bool) 
         unsay()
     if peers is None:
         return
-    say = _step(peers, chosen, spec, decided)
+    say = _step(keys, peers, chosen, spec, decided)
     number = prepared.numbers.get(decided)
     if number is None:
         number = prepared.numbers[decided] = peers.number(say())
@@ -63,7 +63,7 @@ MISSING, READY, FAILED = range(3)
 
 
 def _step(
-    peers: Peers, chosen: Dispatch, spec: BatchSpec, decided: bool
+    keys: Keys, peers: Peers, chosen: Dispatch, spec: BatchSpec, decided: bool
 ) -> Callable[[], dict[str, str]]:
     padded = chosen.mode is not Mode.NONE  # to the key's size, as which collectives see rows
 
@@ -71,7 +71,9 @@ def _step(
         ran = _named(chosen.key) if padded or peers.counts else str(chosen.mode)
         own = spec._replace(host=NO_BOUNDS)  # each process has bounds of its own
         counts = {"the batch": str(own)} if peers.counts and not (decided and padded) else {}
-        return {"what is done": "a step", "the key that runs": ran, **counts}
+        rebound = f"{count(keys.shared.binding.rebound, 'time')}"
+        return {"what is done": "a step", "the key that runs": ran, **counts,
+                "how often held leaves were rebound": rebound}  # fmt: skip
 
     return say
 

@@ -33,6 +33,7 @@ class Binding:
         containers: position to the argument that was bound there.
         watch: over the leaves.
         keeps_order: whether an argument may have its keys in another order; see `Maker`.
+        rebound: how often held leaves were given new values, which processes compare.
     """
 
     args: Arguments
@@ -46,6 +47,7 @@ class Binding:
     containers: Mapping[int, Any]
     watch: Watch
     keeps_order: Callable[[int, Any], bool]
+    rebound: int = 0
 
     def __repr__(self) -> str:
         return f"Binding({', '.join(map(repr, self.args.leaves))})"

@@ -204,6 +204,11 @@ class Keys:
         if self.handed is not None:
             self.handed = self.handed._replace(prepared=None)
 
+    def unsay(self) -> None:
+        """After what processes compare has changed: the next steps say it anew."""
+        for prepared in self.prepared.values():
+            prepared.numbers.clear()
+
     def take_over(self, earlier: Keys) -> None:
         """From now on these serve: what `host_batch` handed out is laid out anew, as it is still
         good for one step."""

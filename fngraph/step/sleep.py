@@ -22,6 +22,8 @@ def give_back(shared: Shared, family: Sequence[Keys], cache: bool) -> None:
     donated = binding.donated() if cache else []
     recorder.synchronize()
     emptied = [(x, nbytes) for x, nbytes in empty(donated) if nbytes]  # first: it may refuse
+    if not any(keys.asleep for keys in family):
+        binding.rebound = 0  # a process that is new has as many, when this one wakes beside it
     for keys in family:
         before = keys.asleep or Asleep(tuple(keys.replays), [])
         keys.begin_again()

@@ -428,7 +428,8 @@ class Step(Generic[R]):
         of the model. A leaf of another shape or dtype gets the new tensor's memory instead, in
         every tree that holds it; if `forward` reads it, it is traced again, and the keys that were
         captured are captured again. Another function that reads it raises `AddressError` at its
-        next call, until it is rebound too: `other.rebind(params=params)`.
+        next call, until it is rebound too: `other.rebind(params=params)`. Processes that meet in
+        its collectives all do it, or the next step is a `RankError` in each.
 
         Args:
             held: by name, a tree of the bound structure, on any device; or a mapping from some
@@ -456,6 +457,9 @@ class Step(Generic[R]):
             stale = bool(moved & new.reads) and main.asleep is None  # else `wake` does it
             changes.apply()
             self.binding.bound_again(new.args)
+            self.binding.rebound += 1
+            for keys in self._family:
+                keys.unsay()
             if stale or new.fns is not old.fns:
                 captured = list(main.replays)
                 self.recorder.synchronize()  # a step in flight still reads its slot

@@ -151,6 +151,22 @@ def differs(rank: int) -> dict[str, Any]:
     error = told(lambda: one(state, other))
     right = torch.equal(state["rows"][other.slot], 2 * torch.relu(other.x))
     found["one would try again"] = error, right, len(one), str(one.runs_as(other.spec).mode)
+    one, state = made(tp)
+    twice = 2 * torch.eye(8)
+    found["rebound"] = []
+    for by in ((), (1,), (0,), (0, 1), (0,), (1,)):
+        if rank in by:
+            one.rebind(w=twice)
+        state["rows"].zero_()
+        error = told(lambda: one(state, small))
+        rows = state["rows"][small.slot]
+        factors = [n for n in (0, 2, 4) if torch.equal(rows, n * torch.relu(small.x))]
+        found["rebound"].append((error, factors))
+    fresh, slept = made(tp), (one, state)
+    one.sleep()
+    one.wake()
+    one, state = fresh if rank else slept  # whose weights are others, but never rebound
+    found["one is new"] = told(lambda: one(state, small))
     return found
 
 

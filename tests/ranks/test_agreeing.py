@@ -180,6 +180,19 @@ def test_what_runs_keys_is_compared_too(ranks: list[dict[str, Any]]) -> None:
         assert "differ in the keys to capture: FULL BatchDescriptor(4, 4)" in found["others lack"]
 
 
+def test_who_has_rebound_alone_is_found_before_the_step(ranks: list[dict[str, Any]]) -> None:
+    """Else sums would be of old weights and of new ones."""
+    for found in ranks:
+        before, by_one, by_both, again, by_other, at_last = found["rebound"]
+        assert before == ("", [2]) and by_both == again == at_last == ("", [4])
+        for error, rows in (by_one, by_other):
+            assert error.startswith("RankError: ") and rows == [0]
+            assert "differ in how often held leaves were rebound: " in error
+        assert "0 times on rank 0; 1 time on rank 1" in by_one[0]
+        assert "3 times on rank 0; 2 times on rank 1" in by_other[0]
+        assert found["one is new"] == ""
+
+
 def test_axes_of_one_name_are_in_the_order_of_their_calls() -> None:
     """Torch counts groups over all rows: 9 may be this row's first, and 10 another row's."""
 

@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.traceback import annotate
 
 from fngraph.core.where import user_line
-from fngraph.errors import HostSyncError, MutationError, OperatorError, RandomError
+from fngraph.errors import HostSyncError, MutationError, OperatorError, RandomError, RankError
 from fngraph.fx.generators import DRAWN, Generators, device_of, is_on, source, without
 from fngraph.fx.leaves import Leaf, Role
 from fngraph.fx.nodes import REFUSED, flat
@@ -55,6 +55,11 @@ _LITERALS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}  # torch.ten
 _CHECKED_IN_VAIN = {"one_hot"}
 """What asserts by itself what a graph need not know: a number that is no class is a row of zeros
 there. From torch 2.13 on."""
+
+
+_TRANSPORTS = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd",
+               "symm_mem", "_dtensor")  # fmt: skip
+"""Namespaces of torch's whose ops speak to other processes."""
 
 
 class PurityMode(TorchDispatchMode):
@@ -114,6 +119,10 @@ class PurityMode(TorchDispatchMode):
                 )
             )
             return func(*args, **kwargs)
+        if func.namespace in _TRANSPORTS:
+            refused = transport_error(line, func)
+            self.refuse(refused)
+            raise refused  # what groups of processes do with fakes is their own
         tangent = func is aten.size.default and not isinstance(args[0], FakeTensor)
         if tangent and (rule := by_transform(line)) is not None:  # asked in C++
             self.refuse(rule)
@@ -333,6 +342,20 @@ def nothing_error(line: str, func: Any, args: Any) -> OperatorError:
     return OperatorError(
         f"{line}: forward calls {called}. A graph raises no error and prints nothing: it would "
         f"leave that out. {fix}"
+    )
+
+
+def transport_error(line: str, func: Any) -> RankError:
+    """The error about an op of torch's own that speaks to other processes."""
+    name = func.__name__.partition(".")[0].replace("_", "")
+    ours = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all",
+            "reducescatter": "reduce_scatter"}  # fmt: skip
+    fits = [own for theirs, own in ours.items() if theirs in name]
+    fix = " or ".join(f'fg.{own}(x, mesh["tp"])' for own in fits or ours.values())
+    return RankError(
+        f"{line}: forward calls {func}, which speaks to other processes by torch.distributed. A "
+        "graph would leave it out, or run it where the others do not. Those that are traced, "
+        f"compared before a step, and captured take an axis of a mesh: {fix}"
     )
 
 

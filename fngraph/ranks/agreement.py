@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -109,6 +110,11 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
+IN_TURN = threading.RLock()
+"""Held by who meets other processes, from there to the end of what was agreed on: threads that
+have each a step would have their words, and sums, mixed up."""
+
+
 def meet(
     peers: Peers, what: str, number: int, flag: int, say: Callable[[], Told], trouble: bool = False
 ) -> list[int]:
@@ -128,14 +134,15 @@ def meet(
     """
     flags = {flag}
     wrong = int(trouble)
-    for axis, group in peers.groups:
-        with failing_as(f"the agreement to {what},", axis, group) as found:
-            rows = _exchanged(agreeing(found), [number, wrong, sum(1 << f for f in flags)])
-        wrong = int(any(w for _, w, _ in rows) or len({n for n, *_ in rows}) > 1)
-        flags.update(_bits(rows))
-    if not wrong:
-        return sorted(flags)
-    raise refusal(what, tell_all(peers, what, say()), peers.places)
+    with IN_TURN:
+        for axis, group in peers.groups:
+            with failing_as(f"the agreement to {what},", axis, group) as found:
+                rows = _exchanged(agreeing(found), [number, wrong, sum(1 << f for f in flags)])
+            wrong = int(any(w for _, w, _ in rows) or len({n for n, *_ in rows}) > 1)
+            flags.update(_bits(rows))
+        if not wrong:
+            return sorted(flags)
+        raise refusal(what, tell_all(peers, what, say()), peers.places)
 
 
 def tell_all(peers: Peers, what: str, own: Told) -> dict[int, Told]:

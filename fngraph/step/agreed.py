@@ -16,7 +16,7 @@ from fngraph.core import BatchSpec, Dispatch, Mode
 from fngraph.core.spec import NO_BOUNDS, Key
 from fngraph.core.text import count
 from fngraph.errors import CaptureError, RankError
-from fngraph.ranks.agreement import RAISED, Peers, Told, meet, tell_all
+from fngraph.ranks.agreement import IN_TURN, RAISED, Peers, Told, meet, tell_all
 from fngraph.ranks.faults import say_failed, unsay
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
@@ -222,7 +222,8 @@ def telling(keys: Keys, what: str) -> Iterator[None]:
     """A context whose errors the others are told of, should they wait; theirs are said where."""
     peers = keys.executable.peers
     try:
-        yield
+        with contextlib.nullcontext() if peers is None else IN_TURN:
+            yield
     except RankError as error:
         if peers is not None:
             _say_where(peers, error, what)

@@ -55,6 +55,7 @@ from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.recorders import make_recorder
 from fngraph.graphs.replay import Replay
 from fngraph.options import Rules
+from fngraph.ranks.agreement import IN_TURN
 from fngraph.step.agreed import (
     any_of,
     before_capture,
@@ -154,7 +155,7 @@ class Step(Generic[R]):
         with turn.lock:
             last = self.last
             prepared: Prepared | None = None
-            met = False  # with the processes that its collectives meet
+            in_turn = met = False  # with the processes that its collectives meet
             try:
                 ambient = last.read_ambient()
                 if ambient != last.ambient:
@@ -189,6 +190,7 @@ class Step(Generic[R]):
                 keys.handed = None
                 leaves = leaves_of(keys, batch, prepared) if filled is None else None
                 if keys.executable.peers is not None:
+                    in_turn = IN_TURN.acquire()
                     before_step(keys, prepared, spec, isinstance(allowed, Dispatch))
                     met = True
                 if prepared.replay is None and prepared.chosen.mode is not Mode.NONE:
@@ -203,6 +205,9 @@ class Step(Generic[R]):
             except Exception as error:
                 failed_step(last.keys, prepared, error, met)
                 raise
+            finally:
+                if in_turn:
+                    IN_TURN.release()
 
     def _tell_refused(self, why: str) -> None:
         """Tell the processes that its collectives meet of a call that is refused before it comes

@@ -25,6 +25,7 @@ from fngraph.core import text
 from fngraph.core.kinds import checked
 from fngraph.errors import RankError
 from fngraph.ranks.board import Board, is_seconds, make_board
+from fngraph.torch_facts.names import gather_objects
 
 
 @checked
@@ -120,7 +121,8 @@ class Mesh:
                 return axis
         word = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
         by_name = f"An axis goes by its name: mesh[{next(iter(self.names), 'tp')!r}]"
-        made = f"Make it: make_mesh({name}=2)" if word else by_name
+        sizes = "".join(f"{axis.name}={axis.size}, " for axis in self.axes)
+        made = f"Make it: make_mesh({sizes}{name}=2)" if word else by_name
         near = text.did_you_mean(name, self.names)
         raise RankError(f"there is no axis {name!r} in {self!r}.{near} {made}")
 
@@ -152,7 +154,7 @@ def make_mesh(device: str | None = None, *, timeout: float | None = None, **size
 
     Raises:
         RankError: another number of processes than were started, a size below 1, or a device or a
-            timeout that is none.
+            timeout that is none; processes that do not meet, or make another mesh each.
     """
     waits = TIMEOUT_S if timeout is None else timeout
     if not is_seconds(waits) or waits == math.inf:
@@ -186,8 +188,8 @@ def make_mesh(device: str | None = None, *, timeout: float | None = None, **size
     if not names:
         return Mesh(tuple(Axis(name) for name in sizes), device)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=waits))
+        _meet("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", waits)
+    _check_alike({"device": device, "timeout": waits, **sizes})
     shape = tuple(sizes[name] for name in names)
     made = init_device_mesh(device, shape, mesh_dim_names=names)
     for group in made.get_all_groups():  # which torch gives its own default
@@ -197,6 +199,55 @@ def make_mesh(device: str | None = None, *, timeout: float | None = None, **size
     found = Mesh.over(made)
     axes = tuple(found[name] if name in names else Axis(name) for name in sizes)
     return dataclasses.replace(found, axes=axes)
+
+
+def _meet(backend: str, waits: float) -> None:
+    """Make the process group.
+
+    Raises:
+        RankError: what torchrun says is not there, or wrong; or not all have come.
+    """
+    told = {name: os.environ.get(name, "") for name in _TOLD}
+    if missing := [name for name, value in told.items() if not value]:
+        raise RankError(
+            f"make_mesh: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in "
+            f"the environment. Start all processes with: torchrun --nproc-per-node {_started()} ..."
+        )
+    rank, total = told["RANK"], _started()
+    if not rank.isdigit() or int(rank) >= total:
+        raise RankError(f"make_mesh: RANK={rank!r}, and WORLD_SIZE={total} has 0 to {total - 1}")
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=waits))
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"make_mesh: {total} processes have not met at {told['MASTER_ADDR']}:"
+            f"{told['MASTER_PORT']} in {waits:g} s, of which this is rank {rank}. There all must "
+            f"call make_mesh. ({str(error).partition(chr(10))[0]})"
+        ) from error
+
+
+_TOLD = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+"""What torchrun says by variables."""
+
+
+def _check_alike(own: dict[str, Any]) -> None:
+    """Raise unless all processes make the same mesh.
+
+    Raises:
+        RankError: they do not, or not all make one.
+    """
+    ranks = range(dist.get_world_size())
+    try:
+        told = gather_objects(own, dist.group.WORLD)
+    except RuntimeError as error:
+        raise RankError(
+            f"make_mesh: not all of ranks {list(ranks)} have called it in time, or one is gone. "
+            f"({str(error).partition(chr(10))[0]})"
+        ) from error
+    spelled = [", ".join(f"{name}={value!r}" for name, value in one.items()) for one in told]
+    if len(set(spelled)) > 1:
+        each = "; ".join(f"make_mesh({one}) on rank {rank}" for rank, one in zip(ranks, spelled))
+        raise RankError(f"all processes make one mesh, with axes in one order: {each}")
 
 
 class Agreeing(NamedTuple):
@@ -247,13 +298,20 @@ def _is_count(size: object) -> bool:
 
 def _started() -> int:
     """How many processes torchrun says that there are."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1)
 
 
 def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _number("LOCAL_RANK", 0)
+
+
+def _number(name: str, default: int) -> int:
+    told = os.environ.get(name, str(default))
+    if not told.isdigit():
+        raise RankError(f"make_mesh: {name}={told!r} in the environment is no number")
+    return int(told)
 
 
 def _device() -> str:
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    on_host = _number("LOCAL_WORLD_SIZE", 1)
     return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= on_host else "cpu"

@@ -39,6 +39,7 @@ def spread(
         take: called by the first process alone, with its own state: what is to be submitted now,
             as `submit` takes it, {"prompt": ..., "max_new": ...}; pickle takes all of it. While it
             waits, all wait; where it returns none, and nobody has anything to do, the loops end.
+            Whichever team has a request, its `adapter` is one slot: load it in all teams.
         clock: of deadlines, as of `serve`. What is told is how long each has left, since another
             host's clock has another beginning.
 
@@ -54,7 +55,7 @@ def spread(
         )
 
     def inbox(state: State) -> State:
-        asked = list(take(state)) if leaders.rank == 0 else []
+        asked = list(take(state) or ()) if leaders.rank == 0 else []
         asked = [dict(one) for one in asked if can_run(state, policy, one)]
         told = numbers_of_all(ranks, len(asked), outstanding(state))
         if not told[0][0]:
@@ -62,17 +63,21 @@ def spread(
         with met(ranks):
             if leaders.rank == 0:
                 now = clock()
-                tell(leaders, [moved(one, -now) for one in asked]).wait()
+                packed = [
+                    (tokens_of(one), one.get("n", 1), pickle.dumps(moved(one, -now)))
+                    for one in asked
+                ]
+                tell(leaders, packed).wait()
             else:
-                heard, _ = hear(leaders)
+                packed, _ = hear(leaders)
                 now = clock()
-                asked = [moved(one, now) for one in heard]
-        loads = [load for _, load in told]
-        for one, to in zip(asked, assign(loads, list(map(tokens_of, asked)))):
-            if to == leaders.rank and can_run(state, policy, one):
-                state = submit(state, policy, **one)
+        to = assign([load for _, load in told], [tokens for tokens, *_ in packed])
+        for team, (_, n, pickled) in zip(to, packed):
+            own = unpickled(pickled, now) if team == leaders.rank else None
+            if own is not None and can_run(state, policy, own):
+                state = submit(state, policy, **own)
             else:  # it has its number nevertheless
-                state = dataclasses.replace(state, submitted=state.submitted + one.get("n", 1))
+                state = dataclasses.replace(state, submitted=state.submitted + n)
         return state
 
     return inbox
@@ -83,6 +88,16 @@ def moved(asked: Mapping[str, Any], by: float) -> dict[str, Any]:
     if "deadline" not in asked:
         return dict(asked)
     return {**asked, "deadline": asked["deadline"] + by}
+
+
+def unpickled(pickled: bytes, now: float) -> dict[str, Any] | None:
+    """A request, by this process's clock; None, with a warning, where it lacks what that is made
+    of."""
+    try:
+        return moved(pickle.loads(pickled), now)
+    except Exception as error:  # of whatever it is made
+        warnings.warn(f"a request is not served: {type(error).__name__}: {error}", stacklevel=2)
+        return None
 
 
 def can_run(state: State, policy: Policy, asked: Mapping[str, Any]) -> bool:

@@ -366,9 +366,12 @@ class Bound(Generic[R]):
         Raises:
             FnGraphError: see the classes in `fngraph.errors`.
         """
+        untold = self.graphified._untold
+        untold.capture_begins()
         try:
             return self._capture(donated, batch, options)
         except Exception as error:
+            untold.capture_refused(error)
             raise users_part(error)  # noqa: B904 - the same error
 
     def _capture(self, donated: tuple[Any, ...], batch: Any, options: CaptureDict) -> Step[R]:

@@ -269,10 +269,12 @@ class Board:
     def _check_takes_part(self, turn: Turn, rank: int) -> None:
         left = self._words[rank * ROW + turn.left]
         if left and (turn.number - left & TURNS) <= TURNS >> 1:  # and not in a later one
-            raise self._absent(rank, "has given up, and takes no more part", gave_up=True)
+            why = "has given up, and takes no more part; whoever goes on makes a new mesh"
+            raise self._absent(rank, why, gave_up=True)
 
     def _absent(self, rank: int, why: str, gave_up: bool = False) -> AbsentError:
-        return AbsentError(f"process {rank} of {self.size} {why}", rank, gave_up)
+        who = ", this one," if rank == self.rank else ""
+        return AbsentError(f"process {rank} of {self.size}{who} {why}", rank, gave_up)
 
     def _ended(self, rank: int) -> str:
         """Why a process cannot come any more; "": it has its lock, and may."""

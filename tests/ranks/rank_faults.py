@@ -88,6 +88,22 @@ def fails(rank: int, kind: str, where: str, ranks: int = 2) -> Any:
     return error, time.monotonic() - began
 
 
+def in_a_trace(rank: int) -> Any:
+    """One process cannot trace what the others are to capture, and lives on."""
+    tp = fg.make_mesh("cpu", timeout=TIMEOUT_S, tp=2)["tp"]
+
+    def act(x: torch.Tensor) -> torch.Tensor:
+        if rank == FAILING:
+            _raise()
+        return torch.relu(x)
+
+    began = time.monotonic()
+    error = told(lambda: made(tp, act=act))
+    if rank == FAILING:
+        time.sleep(TIMEOUT_S + 2)
+    return error, time.monotonic() - began
+
+
 def fails_on_device(rank: int, kind: str) -> Any:
     """What rank 1 does when both have agreed on a step, of which the other one has then launched
     its own; and what that one raises at the step behind it, after how long."""

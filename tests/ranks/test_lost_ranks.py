@@ -20,6 +20,7 @@ RUNS: dict[str, tuple[int, Any, tuple[Any, ...]]] = {
     "stalls in a capture": (2, rank_faults.fails, ("stalls", "capture")),
     "is killed after steps": (2, rank_faults.fails, ("is killed", "steps")),
     "stalls after steps": (3, rank_faults.fails, ("stalls", "steps", 3)),
+    "raises in a trace": (2, rank_faults.in_a_trace, ()),
     "raises in an op": (2, rank_faults.fails, ("raises", "op")),
     "raises in a replay": (3, rank_faults.fails, ("raises", "replay", 3)),
     "stalls in a replay": (2, rank_faults.fails, ("stalls", "replay")),
@@ -46,6 +47,7 @@ WHO = {
     "stalls in a capture": "rank 1 came ",
     "is killed after steps": "rank 1 is gone, or did not come in time",
     "stalls after steps": "rank 1 came ",
+    "raises in a trace": "rank 1 raised ValueError: no such luck",
     "raises in an op": "rank 1 raised ValueError: no such luck",
     "raises in a replay": "rank 1 raised ValueError: no such luck",
     "stalls in a replay": "rank 1 came ",
@@ -62,6 +64,7 @@ WHERE = {
     "stalls in a capture": "to keep FULL BatchDescriptor(4, 4), which was captured",
     "is killed after steps": "to run a step as FULL BatchDescriptor(4, 4)",
     "stalls after steps": "to run a step as FULL BatchDescriptor(4, 4)",
+    "raises in a trace": "to capture 2 keys",
     "raises in an op": "In the step that runs as NONE BatchDescriptor(3, 2); all_reduce over 'tp' "
     "is called at tests/ranks/rank_differs.py:",
     "raises in a replay": IN_A_STEP,

@@ -39,6 +39,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     Args:
         x: any shape, the same on all of them; floats of 16 to 64 bits, integers of 8, 32 or 64.
             Of bool, "max" is whether any is true, "min" whether all are; "sum" takes complex too.
+            Whether "max" and "min" keep a NaN is the transport's: gloo keeps some.
         op: "sum", "max" or "min".
 
     Raises:
@@ -135,7 +136,11 @@ def _why_not(x: Any, dim: Any, size: int, split: bool, adds: str) -> str:
     least_or_most = adds in ("max", "min")
     known = x.dtype in _REDUCED or (least_or_most and x.dtype is torch.bool)
     if adds and not known and (least_or_most or not x.is_complex()):
-        fix = '"max" is any, "min" is all' if x.dtype is torch.bool else "Convert it: x.float()"
+        fix = "Convert it: x.float()"
+        if x.dtype is torch.bool:
+            fix = '"max" is any, "min" is all'
+        elif x.is_complex():
+            fix = "Complex numbers have no order: take x.abs(), or x.real"
         return f"{adds!r} of {str(x.dtype).removeprefix('torch.')} is not there. {fix}"
     return ""
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import toys
+from places import changed, forward_of
 from test_graphify import Model, steps
-from test_pass_places import changed, forward_of
 from torch import Tensor
 from torch.nn.functional import linear, silu
 

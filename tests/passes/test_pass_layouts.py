@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import toys
+from places import EPS, D, H, angles, forward_of, params, turn
 from test_frame import aten, traced
 from test_graphify import Model, steps
 from test_linears_fp8 import lin, params as params_fp8
-from test_pass_places import EPS, D, H, angles, forward_of, params, turn
 from torch import Tensor, fx
 from torch.nn.functional import linear, silu
 

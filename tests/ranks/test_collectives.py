@@ -215,7 +215,7 @@ def test_what_cannot_be_an_axis(name: Any) -> None:
     """The fix is Python."""
     with pytest.raises(RankError, match=r"An axis goes by its name: mesh\['dp'\]"):
         fg.make_mesh("cpu", dp=1)[name]
-    with pytest.raises(RankError, match=r"Make it: make_mesh\(ep=2\)"):
+    with pytest.raises(RankError, match=r"Make it: make_mesh\(dp=1, ep=2\)"):
         fg.make_mesh("cpu", dp=1)["ep"]
 
 

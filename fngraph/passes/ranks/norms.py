@@ -46,4 +46,17 @@ def fuse_all_reduce_rms_norm(graph: fx.Graph) -> Rewritten:
             op = torch.ops.fngraph.all_reduce_rms_norm.default
             given = (*args, found["axis"], found["group"])
             matches += replace(graph, found, op, given, "total", "normed")
-    return Rewritten(graph, matches)
+    return Rewritten(graph, matches, unmatched(graph, matches))
+
+
+def unmatched(graph: fx.Graph, matches: int) -> tuple[str, ...]:
+    """Why nothing matched, where there are sums over processes."""
+    if matches or not has_collectives(graph):
+        return ()
+    ops = torch.ops.fngraph
+    sums = [n for n in graph.nodes if n.target is ops.all_reduce.default and n.args[1] == "sum"]
+    shared_out = ops.reduce_scatter_rms_norm.default
+    if not sums or any(node.target is shared_out for node in graph.nodes):
+        return ()
+    apart = "no sum over processes has an addition and an RMSNorm behind it that are still apart"
+    return (f"{apart}: pass it before those that fuse norms, as 'add_rms_norm' and 'linears' do",)

@@ -24,7 +24,7 @@ from torch import fx
 from fngraph.fx.nodes import is_tensor
 from fngraph.passes.norms import roots, sum_and_norm_at
 from fngraph.passes.pattern import dtype_of, insert, is_written_between, replace
-from fngraph.passes.ranks.norms import has_collectives, reduced_norm
+from fngraph.passes.ranks.norms import has_collectives, reduced_norm, unmatched
 from fngraph.passes.running.checks import Rewritten
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ def share_out_rows(graph: fx.Graph) -> Rewritten:
     before = _OPS.all_reduce_rms_norm.default
     if not sums and any(node.target is before for node in graph.nodes):
         return Rewritten(graph, 0, ("'all_reduce_rms_norm' has its places: pass this before it",))
-    return Rewritten(graph, len(sums))
+    return Rewritten(graph, len(sums), unmatched(graph, len(sums)))
 
 
 def _scatters(graph: fx.Graph) -> Iterator[fx.Node]:

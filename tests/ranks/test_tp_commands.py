@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,11 @@ def printed(rank: int, words: tuple[str, ...]) -> tuple[int, str]:
     return code, told.getvalue()
 
 
-def under_torchrun(module: str, *words: str) -> str:
+def under_torchrun(*words: str) -> str:
     """What two processes print together; fails if one does."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", module, "--tp", "2", *words,
+        *words,
     ]  # fmt: skip
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -58,9 +59,19 @@ def test_the_demo_keeps_its_word_over_two_processes(prompts: tuple[str, str]):
 
 
 @pytest.mark.sampled(0)
+def test_the_first_file_of_the_page_runs_under_torchrun(tmp_path: Path):
+    page = (ROOT / "docs/ranks.md").read_text()
+    begin = page.index("    # two.py")
+    code = page[begin : page.index("\nBoth print `FULL True`", begin)]
+    (tmp_path / "two.py").write_text(textwrap.dedent(code))
+    told = under_torchrun(str(tmp_path / "two.py"))
+    assert sorted(told.split()) == ["FULL", "FULL", "True", "True"], told
+
+
+@pytest.mark.sampled(0)
 def test_the_demo_runs_under_torchrun(prompts: tuple[str, str]):
     """The clone's own name for it; the first process prints, the second nothing."""
-    told = under_torchrun("models.demo", *prompts, "--max-new", "6")
+    told = under_torchrun("-m", "models.demo", "--tp", "2", *prompts, "--max-new", "6")
     assert told.count("on cpu with the tape, shared by 2 processes") == 1
     for modes in demo.MEANING:
         assert len(re.findall(rf"(?m)^{modes} +tokens equal", told)) == 1, told
@@ -71,7 +82,7 @@ def test_generate_writes_the_same_over_two_processes(
     prompts: tuple[str, str], capsys: pytest.CaptureFixture
 ):
     words = (*prompts, "--max-new", "12", "--modes", "NONE", "--drafts", "2")
-    told = under_torchrun("fngraph.models.generate", *words)
+    told = under_torchrun("-m", "fngraph.models.generate", "--tp", "2", *words)
     assert generate.main([*words]) == 0
     texts = re.compile(r"(?m)^\d .*=> .*$")
     want = texts.findall(capsys.readouterr().out)

@@ -190,6 +190,9 @@ CASES: dict[str, Case] = {
     "rows of a sum, twice": Case(chooses("ids", "ids"), (1, 0, 0), ("index.Tensor",) * 2),
     "rows of a sum, by other integers": Case(chooses("narrow"), (1, 0, 0), ("getitem",)),
     "rows of a sum, and all": Case(totals(rows_and_all), (1, 0, 0), ("getitem",)),
+    "elements of a sum": Case(
+        totals(lambda p, total, x: total[p["ids"], p["ids"]].sin()), (1, 0, 0), ("getitem",)
+    ),
     "columns of a sum": Case(
         totals(lambda p, total, x: total[:, p["ids"]].sin()), (1, 0, 0), ("getitem",)
     ),

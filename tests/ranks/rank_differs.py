@@ -139,7 +139,7 @@ def differs(rank: int) -> dict[str, Any]:
     for how in ("raise", "eager"):
         one, state = made(tp, late=True, capture={"lazy": True, "on_failure": how})
         if rank:
-            ARMED["now"] = _fail
+            ARMED["now"] = fail
         error = told(one.capture_all)
         found[f"capture fails: {how}"] = error, [*one.failed.values()]
         ARMED.clear()
@@ -170,5 +170,5 @@ def differs(rank: int) -> dict[str, Any]:
     return found
 
 
-def _fail() -> None:
+def fail() -> None:
     raise ValueError("no such luck")

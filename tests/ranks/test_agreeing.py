@@ -45,6 +45,15 @@ def test_a_number_stands_for_all_that_is_said() -> None:
     assert one.number({}) != Peers((), {"limits": "9"}, {}, True, ()).number({})
 
 
+def test_numbers_of_what_differs_are_not_the_same_by_chance() -> None:
+    """Of 60 bits, each of which is as often 1 as 0: 5,000 of 24 bits would hold some twice."""
+    one = Peers((("tp", "1"),), {"limits": "8"}, {}, True, ())
+    numbers = [one.number({"key": str(i)}) for i in range(5000)]
+    assert len(set(numbers)) == 5000
+    ones = [sum(number >> bit & 1 for number in numbers) for bit in range(60)]
+    assert all(2200 < count < 2800 for count in ones)  # 8 of their standard deviation, 35
+
+
 # two processes
 
 

@@ -3,6 +3,8 @@ for one that is gone is told."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import os
 import sys
@@ -15,8 +17,9 @@ import rank_boards
 import starting
 import torch.distributed as dist
 
-from fngraph.errors import RankError
-from fngraph.ranks.board import ROW, Board, make_board
+from fngraph.errors import AbsentError, RankError
+from fngraph.ranks import board as boards
+from fngraph.ranks.board import ROW, TURNS, Board, Turn, make_board
 from fngraph.ranks.faults import ROLL_CALL_S
 
 
@@ -126,3 +129,96 @@ def test_threads_come_one_after_the_other(tmp_path: Path) -> None:
             assert list(pool.map(wrong, (1, 2))) == [0, 0]
     finally:
         sys.setswitchinterval(before)
+
+
+def both(tmp_path: Path) -> tuple[Board, Board]:
+    """Two places at one, both of this process, which wait for less time than it takes to look
+    whether the other one's process has ended."""
+    path = tmp_path / "board"
+    path.write_bytes(bytes(8 * 2 * ROW))
+    one, other = (Board(os.open(path, os.O_RDWR), rank, 2, 0.005) for rank in range(2))
+    return one, other
+
+
+def gave_up(act: Any) -> bool:
+    """Whether the other one is known to take no part, else it has not come."""
+    with pytest.raises(AbsentError) as told:
+        act()
+    return told.value.gave_up
+
+
+def test_who_gives_up_an_exchange_takes_part_in_no_message(tmp_path: Path) -> None:
+    one, other = both(tmp_path)
+    assert not gave_up(lambda: one.exchange([1]))
+    assert gave_up(other.hear) and other.absent() == [0]
+
+
+def test_who_gives_up_a_message_takes_part_in_no_exchange(tmp_path: Path) -> None:
+    one, other = both(tmp_path)
+    assert not gave_up(other.hear)
+    assert gave_up(lambda: one.exchange([1])) and one.absent() == [1]
+
+
+@pytest.mark.parametrize("turn", [1, TURNS - 2, TURNS - 1, TURNS, TURNS + 1])
+def test_counts_that_begin_again_are_known_from_those_before(tmp_path: Path, turn: int) -> None:
+    """Who leaves after an exchange was in that one, and is in no later one."""
+    for later in (1, 2, 3):
+        one, other = both(tmp_path)
+        for board in (one, other):
+            board._turn = Turn.exchange(turn - 1)
+        other.put([7])
+        other.leave()
+        assert one.exchange([5]) == [[5], [7]]
+        one._turn = Turn.exchange(turn + later - 1)
+        assert gave_up(lambda: one.exchange([5]))  # noqa: B023
+
+
+def times_open(path: Path) -> int:
+    """How many descriptors this process has of a file."""
+    gc.collect()
+    found, own = 0, path.stat()
+    for one in list(Path("/dev/fd").iterdir()):
+        with contextlib.suppress(OSError):  # that of the list itself
+            found += os.path.samestat(os.fstat(int(one.name)), own)
+    return found
+
+
+def test_a_board_that_is_gone_keeps_no_file_open(tmp_path: Path) -> None:
+    made = both(tmp_path)
+    assert times_open(tmp_path / "board") >= 2
+    del made
+    assert times_open(tmp_path / "board") == 0
+
+
+def test_a_file_of_the_same_name_is_no_board(tmp_path: Path) -> None:
+    """As on another host: it is known by its token."""
+    path, own, another = tmp_path / "board", bytes(range(16)), bytes(16)
+    path.write_bytes(bytes(8 * ROW) + own)
+    assert boards._opened(str(path), another, 0, 1, 1.0, 0) is None
+    assert boards._opened(str(tmp_path / "none"), own, 0, 1, 1.0, 0) is None
+    assert times_open(path) == 0
+    board = boards._opened(str(path), own, 0, 1, 1.0, 0)
+    assert board is not None and board.exchange([3]) == [[3]]
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_no_file_is_left_where_boards_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: bool
+) -> None:
+    """Those who have it keep it: its memory goes with the last of them, however they end."""
+    seen = []
+
+    def gathered(own: Any, group: Any) -> list[Any]:
+        seen.append(len(list(tmp_path.iterdir())))
+        return [own]
+
+    monkeypatch.setattr(boards, "SHARED", tmp_path)
+    monkeypatch.setattr(boards, "gather_objects", gathered)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    if not opens:
+        monkeypatch.setattr(boards, "_opened", lambda *args: None)
+    board = make_board(GROUP, 1.0)
+    assert seen == [1, 1] and not list(tmp_path.iterdir())
+    assert (board is not None) == opens
+    assert board is None or board.exchange([3]) == [[3]]

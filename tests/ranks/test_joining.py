@@ -17,7 +17,7 @@ from fngraph.models import Policy, start, submit
 from fngraph.models.serving.batches import batch_type, empty_batch, lay_out, own_spec, padding
 from fngraph.models.serving.logits import first_rows
 from fngraph.models.serving.ranks.circles import Circle, Ranks
-from fngraph.models.serving.ranks.joining import NOTHING, join, pad_leaves, wish_of
+from fngraph.models.serving.ranks.joining import NOTHING, join, pad_leaves, promise, wish_of
 from fngraph.models.serving.ranks.spreading import assign, moved, outstanding, spread, tokens_of
 from fngraph.models.serving.scheduling import plan
 
@@ -68,6 +68,21 @@ def test_any_batches_have_a_size_that_holds_them_all():
             assert joint.adapters >= spec.adapters and len(joint.extra) >= len(spec.extra)
             assert joint.query_len in (None, 1, spec.query_len)
             assert spec.cascade or not joint.cascade
+
+
+@pytest.mark.parametrize("going_on", [True, False])
+def test_the_next_step_has_a_token_of_each_row(going_on: bool):
+    """And no cascade: of who shares a prefix now, some may end."""
+    for spec in filter(None, SPECS):
+        wish = promise(spec, going_on)
+        want = spec._replace(num_tokens=spec.num_reqs, query_len=1, cascade=False)
+        assert wish == wish_of(want)._replace(bound=int(going_on))
+        assert join([wish, wish], SHAPED) == want
+
+
+@pytest.mark.parametrize("going_on", [True, False])
+def test_who_has_nothing_is_bound_where_nothing_waits(going_on: bool):
+    assert promise(None, going_on) == NOTHING._replace(bound=int(going_on))
 
 
 def rows_of(policy: Policy, prompts: list[list[int]]) -> tuple:

@@ -15,8 +15,16 @@ import torch.distributed as dist
 import fngraph as fg
 from fngraph.models import Policy, start, start_over, submit
 from fngraph.models.serving.ranks import circles
-from fngraph.models.serving.ranks.circles import Circle, hear, make_ranks, tell
-from fngraph.models.serving.ranks.following import listened_to
+from fngraph.models.serving.ranks.circles import (
+    FIRST,
+    LENGTH,
+    Circle,
+    Ranks,
+    hear,
+    make_ranks,
+    tell,
+)
+from fngraph.models.serving.ranks.following import leading, listened_to
 from fngraph.models.serving.ranks.losing import lost, wait_until
 from fngraph.models.serving.scheduling import plan
 
@@ -65,8 +73,10 @@ def test_a_step_that_waits_for_who_is_gone_is_not() -> None:
 
 
 def test_nor_is_one_for_longer_than_the_timeout() -> None:
+    began = time.monotonic()
     with pytest.raises(fg.errors.RankError, match=r"one of ranks \[6, 8\] is gone, or has done"):
         wait_until(after(60), team(timeout_s=0.2))
+    assert 0.2 < time.monotonic() - began < 1.5
 
 
 def test_requests_go_on_over_another_cache() -> None:
@@ -156,3 +166,48 @@ def test_what_has_no_room_on_a_board_goes_over_gloo() -> None:
     on_board, by_gloo = [0, 0, 0, 0, 2, 2, 0], [1, 1, 2, 2, 2, 2, 1]
     for found in starting.values(starting.run(told_all_ways, 2)):
         assert found == [(True, parts) for parts in on_board + by_gloo]
+
+
+@pytest.mark.parametrize("of", ["the message", "what is sent"])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_message_comes_in_two_parts_where_it_does_not_fit_in_one(of: str, more: int) -> None:
+    length = FIRST + more - (LENGTH if of == "what is sent" else 0)
+    message = (torch.arange(length) % 251).to(torch.uint8)
+    parts = circles._parts(message)
+    coming = iter(parts)
+    found = circles._received(lambda into: into.copy_(next(coming)))
+    assert torch.equal(found, message) and next(coming, None) is None
+    assert len(parts) == 1 + (length + LENGTH > FIRST)
+    assert [*map(len, parts)] == [FIRST, length + LENGTH - FIRST][: len(parts)]
+
+
+def test_nobody_waits_long_for_who_is_to_be_told_the_end(monkeypatch: Any) -> None:
+    """A follower that is gone, and leaders of other teams: 5 s each, and not their timeout."""
+    waited: list[timedelta] = []
+
+    class Work:
+        def wait(self, most: timedelta) -> None:
+            waited.append(most)
+
+    monkeypatch.setattr(dist, "broadcast", lambda *args, **named: Work())
+    monkeypatch.setattr(dist, "isend", lambda *args, **named: Work())
+    ranks = Ranks(Circle(object(), 0, (0, 1)), Circle(object(), 0, (0, 2)), meet=True)
+    with pytest.raises(ValueError, match="no such luck"), leading(ranks):
+        raise ValueError("no such luck")
+    assert waited == [timedelta(seconds=5)] * 2
+
+
+def test_nor_for_who_does_not_hear_it_on_a_board() -> None:
+    """What was told before lies there, and is waited for as long."""
+    waited: list[float] = []
+
+    class Full:
+        def tell(self, message: torch.Tensor, within_s: float) -> bool:
+            waited.append(within_s)
+            return True
+
+    board: Any = Full()
+    ranks = Ranks(Circle(object(), 0, (0, 1), board, 60.0))
+    with pytest.raises(ValueError, match="no such luck"), leading(ranks):
+        raise ValueError("no such luck")
+    assert waited == [5]

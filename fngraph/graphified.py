@@ -33,6 +33,7 @@ from fngraph.options import (
     parse_options,
     signature_with_options,
 )
+from fngraph.ranks.faults import say_failed
 from fngraph.shadow.saved import is_bare
 from fngraph.stages import Traced
 from fngraph.step.step import Step
@@ -366,12 +367,10 @@ class Bound(Generic[R]):
         Raises:
             FnGraphError: see the classes in `fngraph.errors`.
         """
-        untold = self.graphified._untold
-        untold.capture_begins()
         try:
             return self._capture(donated, batch, options)
         except Exception as error:
-            untold.capture_refused(error)
+            say_failed(error)  # to those who wait for this process to capture with them
             raise users_part(error)  # noqa: B904 - the same error
 
     def _capture(self, donated: tuple[Any, ...], batch: Any, options: CaptureDict) -> Step[R]:

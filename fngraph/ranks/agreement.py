@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fngraph.errors import RankError
-from fngraph.ranks.faults import failing_as
+from fngraph.ranks.faults import failing_as, unsay
 from fngraph.ranks.mesh import Agreeing, agreeing
 from fngraph.torch_facts.names import all_gather_into, gather_objects, serves_cpu
 
@@ -55,7 +55,7 @@ class Peers:
         return hashlib.sha256(repr(list(self.told.items())).encode()).hexdigest()
 
     def number(self, more: Told) -> int:
-        """Of `told`, and of what is said besides: 63 bits."""
+        """Of `told`, and of what is said besides: 60 bits."""
         text = self.digest + repr(list(more.items()))
         return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
 
@@ -135,6 +135,7 @@ def meet(
     flags = {flag}
     wrong = int(trouble)
     with IN_TURN:
+        unsay()
         for axis, group in peers.groups:
             with failing_as(f"the agreement to {what},", axis, group) as found:
                 rows = _exchanged(agreeing(found), [number, wrong, sum(1 << f for f in flags)])

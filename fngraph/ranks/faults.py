@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -62,12 +63,19 @@ def say_failed(error: BaseException) -> None:
     """Tell those who will look for this process why it does not go on with them."""
     with contextlib.suppress(Exception):  # the store is gone with whoever kept it
         default_store().set(_key(dist.get_rank()), f"{_RAISED}{type(error).__name__}: {error}")
+        _SAID.set()
 
 
 def unsay() -> None:
-    """Take back what `say_failed` has told: this process goes on after all."""
-    with contextlib.suppress(Exception):
-        default_store().delete_key(_key(dist.get_rank()))
+    """Take back what `say_failed` has told, if anything: this process goes on after all."""
+    if _SAID.is_set():
+        _SAID.clear()
+        with contextlib.suppress(Exception):
+            default_store().delete_key(_key(dist.get_rank()))
+
+
+_SAID = threading.Event()
+"""Whether this process's word is in the store, whichever of its programs has failed."""
 
 
 _RAISED, _FOUND, _CAME = "raised ", "found that ", "came "
@@ -99,7 +107,7 @@ def _who(ranks: Sequence[int], came: float) -> str:
             time.sleep(0.05)
             told = _roll(store, others)
         who = _told(told, others, came)
-        if not told.keys() >= set(others):
+        if not told.keys() >= set(others) and store.get(_key(own)).decode().startswith(_CAME):
             store.set(_key(own), f"{_FOUND}{who}")
     except Exception as error:  # of any class, as the store is anything
         return f"which process is gone cannot be known, as their store is gone too ({error})"

@@ -17,7 +17,7 @@ from fngraph.core.spec import NO_BOUNDS, Key
 from fngraph.core.text import count
 from fngraph.errors import CaptureError, RankError
 from fngraph.ranks.agreement import IN_TURN, RAISED, Peers, Told, meet, tell_all
-from fngraph.ranks.faults import say_failed, unsay
+from fngraph.ranks.faults import say_failed
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
 
@@ -34,9 +34,6 @@ def before_step(keys: Keys, prepared: Prepared, spec: BatchSpec, decided: bool) 
         RankError: they are not, or one cannot go on: on every process. One of them is gone.
     """
     peers, chosen = keys.executable.peers, prepared.chosen
-    if keys.has_failed:  # and that was survived
-        keys.has_failed = False
-        unsay()
     if peers is None:
         return
     say = _step(keys, peers, chosen, spec, decided)
@@ -91,7 +88,6 @@ def failed_step(keys: Keys, prepared: Prepared | None, error: Exception, met: bo
         where = f"the step that runs as {_named(prepared.chosen.key)}" if prepared else "a step"
         _say_where(peers, error, where)
     elif met:
-        keys.has_failed = True
         say_failed(error)
     else:
         tell_refused(peers, as_told(error))
@@ -230,7 +226,6 @@ def telling(keys: Keys, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         if peers is not None:
-            keys.has_failed = True
             say_failed(error)
         raise
 

@@ -87,7 +87,6 @@ class Keys:
         failed: why a key is served eagerly.
         warm: kinds of kernels that have run, each with the key that they ran for.
         is_eager_warm: whether what steps without graphs run has run.
-        has_failed: whether processes that its collectives meet were told that the last step did.
         prepared: what a batch's counts decide, by those counts.
         handed: what `host_batch` has handed out since the last call, if anything.
         asleep: set while the step sleeps.
@@ -107,7 +106,6 @@ class Keys:
     failed: dict[Key, str] = dataclasses.field(default_factory=dict)
     warm: dict[Hashable, Key] = dataclasses.field(default_factory=dict)
     is_eager_warm: bool = False
-    has_failed: bool = False
     prepared: dict[Any, Prepared] = dataclasses.field(default_factory=dict)
     handed: HostBatch | None = None
     asleep: Asleep | None = None
@@ -204,7 +202,7 @@ class Keys:
         if self.handed is not None:
             self.handed = self.handed._replace(prepared=None)
 
-    def unsay(self) -> None:
+    def forget_numbers(self) -> None:
         """After what processes compare has changed: the next steps say it anew."""
         for prepared in self.prepared.values():
             prepared.numbers.clear()

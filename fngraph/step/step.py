@@ -464,7 +464,7 @@ class Step(Generic[R]):
             self.binding.bound_again(new.args)
             self.binding.rebound += 1
             for keys in self._family:
-                keys.unsay()
+                keys.forget_numbers()
             if stale or new.fns is not old.fns:
                 captured = list(main.replays)
                 self.recorder.synchronize()  # a step in flight still reads its slot

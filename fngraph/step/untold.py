@@ -6,7 +6,6 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
-from fngraph.ranks.faults import say_failed, unsay
 from fngraph.step.agreed import as_told
 
 
@@ -21,18 +20,6 @@ class Untold:
 
     def __init__(self) -> None:
         self._calls: collections.Counter[tuple[Fixed, str]] = collections.Counter()
-        self._said = False
-
-    def capture_refused(self, error: Exception) -> None:
-        """Have it found by those who wait for this process to capture, when they look for it."""
-        self._said = True
-        say_failed(error)
-
-    def capture_begins(self) -> None:
-        """Take it back: this process goes on after all."""
-        if self._said:
-            self._said = False
-            unsay()
 
     def refuse(self, steps: Mapping[tuple[Any, Any], Any], fixed: Fixed, error: Exception) -> None:
         """Tell the others of a call, or keep it until a step can.

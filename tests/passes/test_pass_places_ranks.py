@@ -78,6 +78,14 @@ def weight_is_written(p: Any, s: Any, x: Tensor) -> Any:
     return norm(p, added(h, x))
 
 
+def own_is_added(y: Callable[[Tensor], Tensor]) -> Body:
+    def body(p: Any, s: Any, x: Tensor) -> Any:
+        h = linear(x, p["w"])
+        return norm(p, added(h, y(h)))
+
+    return body
+
+
 def product_is_read(p: Any, s: Any, x: Tensor) -> Any:
     h = linear(x, p["w"])
     return norm(p, added(h, x)), h.sin()
@@ -127,6 +135,11 @@ def chooses(*which: str) -> Body:
 
 def rows_and_all(p: Any, total: Tensor, x: Tensor) -> Any:
     return total[p["ids"]].sin(), total.cos()
+
+
+def viewed(p: Any, total: Tensor, x: Tensor) -> Any:
+    total.view(-1).add_(1)
+    return norm(p, added(x.sin(), total))
 
 
 class Case(NamedTuple):
@@ -186,6 +199,11 @@ CASES: dict[str, Case] = {
     "a sum that is summed again and added": Case(
         totals(lambda p, total, x: norm(p, added(total, total))), (2, 0, 0), ("getitem",)
     ),
+    "a sum that is written through a view": Case(totals(viewed), (2, 0, 0), ("getitem",)),
+    "a product that is added to its sum": Case(
+        own_is_added(lambda h: h), (0, 0, 0), ("mm.default",)
+    ),
+    "what is computed of a product": Case(own_is_added(torch.sin), (0, 0, 0), ("mm.default",)),
     "rows of a sum": Case(chooses("ids"), (1, 0, 0), ("index.Tensor",)),
     "rows of a sum, twice": Case(chooses("ids", "ids"), (1, 0, 0), ("index.Tensor",) * 2),
     "rows of a sum, by other integers": Case(chooses("narrow"), (1, 0, 0), ("getitem",)),

@@ -154,6 +154,19 @@ def survived_capture(rank: int) -> Any:
     return first, told(lambda: step(state, one))
 
 
+def survived_elsewhere(rank: int) -> Any:
+    """A capture that raises in one, then another function's, in which that one is killed."""
+    warnings.simplefilter("ignore")
+    tp = fg.make_mesh("cpu", timeout=TIMEOUT_S, tp=2)["tp"]
+    step, other = (made(tp, late=True, capture={"lazy": True})[0] for _ in range(2))
+    if rank == FAILING:
+        ARMED["now"] = _raise
+    first = told(step.capture_all)
+    if rank == FAILING:
+        ARMED["now"] = die
+    return first, told(other.capture_all)
+
+
 def in_a_grid(rank: int) -> Any:
     """Two by two, of which the last is killed: one shares no axis with it."""
     warnings.simplefilter("ignore")

@@ -71,7 +71,7 @@ class Made(NamedTuple):
 def made(mesh: fg.Mesh, modes: str = MODES, meet: bool = False) -> Made:
     """Of a mesh with "dp", "pp" and "tp". Until all have them, they wait long for each other."""
     whole = wide_params(CONFIG, device=mesh.device)
-    ranks = make_ranks(mesh, meet=meet, timeout=timedelta(seconds=TIMEOUT_S))
+    ranks = make_ranks(mesh, meet=meet, timeout=TIMEOUT_S)
     stage = stage_of(ranks)
     params = shard(whole, llama.specs(CONFIG), mesh) if mesh["tp"].size > 1 else whole
     params = meeting(params, whole, mesh["dp"]) if meet else params

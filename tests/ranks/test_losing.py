@@ -104,8 +104,10 @@ ALONE = fg.make_mesh("cpu", tp=1)
         (ALONE, {"meet": "no"}, "meet='no' is a str. Pass True or False"),
         (ALONE, {"ahead": 1}, "ahead=1 is an int. Pass True or False"),
         (ALONE, {"apart": "dp"}, "apart='dp' is a str. Pass names of axes"),
-        (ALONE, {"timeout": "3"}, "timeout='3' is a str. Pass datetime.timedelta"),
+        (ALONE, {"timeout": "3"}, "timeout='3' is a str. Pass seconds, or datetime.timedelta"),
         (ALONE, {"timeout": timedelta()}, "a time above 0"),
+        (ALONE, {"timeout": 0}, "a time above 0"),
+        (ALONE, {"timeout": float("inf")}, "timeout=inf is a float. Pass seconds"),
     ],
 )  # fmt: skip
 def test_teams_of_another_kind(mesh: Any, named: Any, text: str) -> None:

@@ -28,6 +28,7 @@ RUNS: dict[str, tuple[int, Any, tuple[Any, ...]]] = {
     "is frozen in a collective": (3, rank_faults.fails, ("is frozen", "collective", 3)),
     "survived": (2, rank_faults.survived, ()),
     "survived a capture": (2, rank_faults.survived_capture, ()),
+    "survived elsewhere": (2, rank_faults.survived_elsewhere, ()),
     "in a grid": (4, rank_faults.in_a_grid, ()),
     "others go on": (3, rank_faults.goes_on, ("steps",)),
     "others go on, out of a collective": (3, rank_faults.goes_on, ("collective",)),
@@ -91,7 +92,7 @@ def test_every_other_process_raises_in_time(ran: dict[str, list[Ended]], name: s
     assert all(WHO[name] in error for error in said), said
 
 
-@pytest.mark.parametrize("name", ["survived", "survived a capture"])
+@pytest.mark.parametrize("name", ["survived", "survived a capture", "survived elsewhere"])
 def test_what_was_survived_is_not_blamed_later(ran: dict[str, list[Ended]], name: str) -> None:
     first, then = ran[name][0].value
     assert "no such luck" in first

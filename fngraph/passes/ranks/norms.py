@@ -4,7 +4,9 @@
 
 That is what stands behind each half of a layer whose weights are split over processes. The sum may
 be read by others, and is a result too. Where a bias comes behind the sum over processes, or a norm
-before the addition (Gemma 3), nothing matches; the largest of all processes is no sum.
+before the addition (Gemma 3), nothing matches; the largest of all processes is no sum. `x` is alike
+in all processes, as what earlier sums have left: where it is seen to be a process's own, nothing
+matches; of arguments of forward and what is computed of them nobody knows.
 """
 
 from __future__ import annotations
@@ -39,14 +41,28 @@ def reduced_norm() -> Any:
 
 def fuse_all_reduce_rms_norm(graph: fx.Graph) -> Rewritten:
     """Norms of sums of what was summed over processes."""
-    matches = 0
+    matches, own = 0, own_values(graph)
     for node in roots(graph) if has_collectives(graph) else ():
-        if (one := sum_and_norm_at(node, reduced_norm())) is not None:
+        one = sum_and_norm_at(node, reduced_norm())
+        if one is not None and one[0]["y"] not in own:
             found, args = one
             op = torch.ops.fngraph.all_reduce_rms_norm.default
             given = (*args, found["axis"], found["group"])
             matches += replace(graph, found, op, given, "total", "normed")
     return Rewritten(graph, matches, unmatched(graph, matches))
+
+
+def own_values(graph: fx.Graph) -> set[fx.Node]:
+    """What is another value in each process: parts of sums over processes, and all that is computed
+    of them before they are summed. What is added to a sum must be alike in all."""
+    own: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_collective(node):
+            own.update(x for x in node.all_input_nodes if x.op != "placeholder")
+    for node in graph.nodes:
+        if not is_collective(node) and not own.isdisjoint(node.all_input_nodes):
+            own.add(node)
+    return own
 
 
 def unmatched(graph: fx.Graph, matches: int) -> tuple[str, ...]:

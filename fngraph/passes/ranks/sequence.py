@@ -23,9 +23,10 @@ from torch import fx
 
 from fngraph.fx.nodes import is_tensor
 from fngraph.passes.norms import roots, sum_and_norm_at
-from fngraph.passes.pattern import dtype_of, insert, is_written_between, replace
-from fngraph.passes.ranks.norms import has_collectives, reduced_norm, unmatched
+from fngraph.passes.pattern import dtype_of, insert, is_written_between, replace, writes_any
+from fngraph.passes.ranks.norms import has_collectives, own_values, reduced_norm, unmatched
 from fngraph.passes.running.checks import Rewritten
+from fngraph.torch_facts.memory import storage_key
 
 aten = torch.ops.aten
 _OPS = torch.ops.fngraph
@@ -35,10 +36,10 @@ def share_out_rows(graph: fx.Graph) -> Rewritten:
     """Norms of sums of what was summed over processes, of own rows."""
     if not has_collectives(graph):
         return Rewritten(graph, 0)
-    sums: list[fx.Node] = []
+    sums, own = list[fx.Node](), own_values(graph)
     for node in roots(graph):
         one = sum_and_norm_at(node, reduced_norm())
-        if one is None:
+        if one is None or one[0]["y"] in own:
             continue
         found, args = one
         who, known = (found["axis"], found["group"]), set(_scatters(graph))
@@ -76,7 +77,9 @@ def _put_behind(
 def _make_whole(graph: fx.Graph, total: fx.Node) -> None:
     """Give all rows of a total to those that need them; where they choose some, these alone."""
     scatter: Any = total.args[0]
-    others = [user for user in total.users if not _adds_own_rows(user, total)]
+    memory = {storage_key(total.meta["val"])}
+    written = any(writes_any(node, memory) for node in graph.nodes if node > total)  # by a view too
+    others = [user for user in total.users if written or not _adds_own_rows(user, total)]
     choose = [user for user in others if _chooses_rows(user, total)]
     whole = {total: others} if len(choose) < len(others) else {x: list(x.users) for x in choose}
     for x, users in whole.items():
@@ -106,7 +109,9 @@ def matmul_and_scatter(graph: fx.Graph) -> Rewritten:
             continue
         product = node.args[0]
         weight = _weight(product)
-        if weight is None or len(product.users) > 1 or is_written_between((product, node)):
+        if weight is None or len(product.users) > 1 or product in node.args[1:]:
+            continue
+        if is_written_between((product, node)):
             continue
         args = (product.args[0], weight, *node.args[1:])
         new = insert(graph, node, _OPS.matmul_reduce_scatter_rms_norm.default, args)

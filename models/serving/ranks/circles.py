@@ -101,7 +101,7 @@ ONE = Ranks()  # a process by itself
 
 def make_ranks(
     mesh: fg.Mesh, *, apart: Sequence[str] = ("dp",), meet: bool = False, ahead: bool = False,
-    timeout: timedelta = timedelta(minutes=30),
+    timeout: timedelta | float = timedelta(minutes=30),
 ) -> Ranks:  # fmt: skip
     """The teams of a mesh. All of its processes call this, in the same order.
 
@@ -113,8 +113,9 @@ def make_ranks(
             long as all of them decode, without drafts: what comes meanwhile waits for a step more.
             A team that fails behind such a word is noticed in the model's collectives, after the
             mesh's timeout; else before the step.
-        timeout: how long one waits for another's word, and so how long a leader may do nothing, and
-            how soon a process that stalls is noticed. One that has ended is noticed at once.
+        timeout: how long one waits for another's word, in seconds or as a timedelta, and so how
+            long a leader may do nothing, and how soon a process that stalls is noticed. One that
+            has ended is noticed at once.
 
     Raises:
         fg.errors.RankError: arguments of another kind.
@@ -123,7 +124,10 @@ def make_ranks(
     expect(fg.Mesh, "the whole mesh, fg.make_mesh(dp=2, tp=2)", error, mesh=mesh)
     expect((tuple, list), 'names of axes, ("dp",)', error, apart=apart)
     expect(bool, "True or False", error, meet=meet, ahead=ahead)
-    expect(timedelta, "datetime.timedelta(minutes=30)", error, timeout=timeout)
+    if type(timeout) in (int, float) and math.isfinite(timeout):  # type: ignore[arg-type]
+        timeout = timedelta(seconds=timeout)  # type: ignore[arg-type]
+    expect(timedelta, "seconds, or datetime.timedelta(minutes=30)", error, timeout=timeout)
+    assert isinstance(timeout, timedelta)
     if timeout <= timedelta():
         raise error(f"make_ranks(timeout={timeout!r}): a time above 0")
     if mesh.size == 1:

@@ -53,6 +53,7 @@ def ran(folder: Path, *arguments: str, minutes: str = "", tests: str = TESTS) ->
     return one.returncode, one.stdout + one.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "passed"),
     [
@@ -67,6 +68,7 @@ def test_a_sample_and_its_rest(arguments, passed, tmp_path):
     assert (code, f"{passed} passed" in said) == (0, True), said
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [(), ("--numprocesses", "2")])
 def test_what_there_is_no_time_for_is_told(workers, tmp_path):
     code, said = ran(tmp_path, "-m", "not gpu", *workers, minutes="0")
@@ -76,6 +78,7 @@ def test_what_there_is_no_time_for_is_told(workers, tmp_path):
     assert code == 0 and "12 passed" in said and "NOT run" not in said, said
 
 
+@pytest.mark.sampled(0)
 def test_a_sample_of_none_is_an_error(tmp_path):
     code, said = ran(tmp_path, tests=TESTS.replace('sampled("4")', 'sampled("7")'))
     assert code == 4 and "test_named: sampled('7',) names none of its cases" in said, said

@@ -38,6 +38,7 @@ WRONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("changed", "text"), WRONG)
 def test_what_torchrun_would_say_and_nobody_does(
     changed: dict[str, str], text: str, port: int, monkeypatch: pytest.MonkeyPatch
@@ -95,6 +96,7 @@ def absent(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sampled(0)
 def test_who_makes_one_alone_is_told_so() -> None:
     own, _ = starting.values(starting.run(absent, 2))
     assert own.startswith("make_mesh: not all of ranks [0, 1] have called it in time")

@@ -18,7 +18,7 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, Unpack, overload
 from fngraph.core import BatchSpec, Dispatch, Explanation, Limits, Stats, buffers_of, trees
 from fngraph.core.text import expect
 from fngraph.core.where import users_part
-from fngraph.errors import TreeError
+from fngraph.errors import RankError, TreeError
 from fngraph.fx.arguments import Arguments, abstract_arguments
 from fngraph.fx.leaves import Role
 from fngraph.fx.signatures import Names, as_static, signature
@@ -370,7 +370,8 @@ class Bound(Generic[R]):
         try:
             return self._capture(donated, batch, options)
         except Exception as error:
-            say_failed(error)  # to those who wait for this process to capture with them
+            if not isinstance(error, RankError):  # which the others have as well
+                say_failed(error)  # to those who wait for this process to capture with them
             raise users_part(error)  # noqa: B904 - the same error
 
     def _capture(self, donated: tuple[Any, ...], batch: Any, options: CaptureDict) -> Step[R]:

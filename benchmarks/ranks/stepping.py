@@ -94,11 +94,12 @@ def _of_way(
     task: Task, name: str, made: Iterator[tuple[int, Made]], repeats: int,
     right: Mapping[int, Right], peak: float | None,
 ) -> Iterator[Row]:  # fmt: skip
-    row: Row = {"way": name} | ({"tokens": task.new} if task.new > 1 else {})
+    what: Row = {"way": name} | ({"tokens": task.new} if task.new > 1 else {})
+    row = what
     try:
         for num_reqs, one in made:
             read = task.bytes_read(num_reqs)
-            row |= {"batch": num_reqs, **one.more, "shard MB": read / 1e6}
+            row = what | {"batch": num_reqs, **one.more, "shard MB": read / 1e6}
             row |= judged(task, one, right[num_reqs])
             bound = read / peak / 1e9 if peak else None
             took = clocked(one.call, repeats, task.mesh.device)

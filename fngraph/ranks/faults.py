@@ -51,12 +51,17 @@ def failing_as(what: str, axis: str, group: str) -> Iterator[Any]:
         yield found
     except RuntimeError as error:
         ranks = dist.get_process_group_ranks(found)
-        told = re.sub(r"^\[\S*\] *", "", str(error).strip().partition("\n")[0]).partition(". ")[0]
         raise RankError(
             f"{what} over axis {axis!r}, of ranks {ranks}, failed on rank {dist.get_rank()}: "
-            f"{_who(ranks, came)}. ({told})",
+            f"{_who(ranks, came)}. ({first_words(error)})",
             at=(what, axis),
         ) from error
+
+
+def first_words(error: BaseException) -> str:
+    """Of what torch says: the first sentence, without the place in its own source."""
+    line = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[\S*\] *", "", line).partition(". ")[0]
 
 
 def say_failed(error: BaseException) -> None:

@@ -25,6 +25,7 @@ from fngraph.core import text
 from fngraph.core.kinds import checked
 from fngraph.errors import RankError
 from fngraph.ranks.board import Board, is_seconds, make_board
+from fngraph.ranks.faults import first_words
 from fngraph.torch_facts.names import gather_objects
 
 
@@ -222,7 +223,7 @@ def _meet(backend: str, waits: float) -> None:
         raise RankError(
             f"make_mesh: {total} processes have not met at {told['MASTER_ADDR']}:"
             f"{told['MASTER_PORT']} in {waits:g} s, of which this is rank {rank}. There all must "
-            f"call make_mesh. ({str(error).partition(chr(10))[0]})"
+            f"call make_mesh. ({first_words(error)})"
         ) from error
 
 
@@ -242,7 +243,7 @@ def _check_alike(own: dict[str, Any]) -> None:
     except RuntimeError as error:
         raise RankError(
             f"make_mesh: not all of ranks {list(ranks)} have called it in time, or one is gone. "
-            f"({str(error).partition(chr(10))[0]})"
+            f"({first_words(error)})"
         ) from error
     spelled = [", ".join(f"{name}={value!r}" for name, value in one.items()) for one in told]
     if len(set(spelled)) > 1:

@@ -68,7 +68,7 @@ def _step(
         ran = _named(chosen.key) if padded or peers.counts else str(chosen.mode)
         own = spec._replace(host=NO_BOUNDS)  # each process has bounds of its own
         counts = {"the batch": str(own)} if peers.counts and not (decided and padded) else {}
-        rebound = f"{count(keys.shared.binding.rebound, 'time')}"
+        rebound = count(keys.shared.binding.rebound, "time")
         return {"what is done": "a step", "the key that runs": ran, **counts,
                 "how often held leaves were rebound": rebound}  # fmt: skip
 

@@ -41,8 +41,10 @@ def reduced_norm() -> Any:
 
 def fuse_all_reduce_rms_norm(graph: fx.Graph) -> Rewritten:
     """Norms of sums of what was summed over processes."""
+    if not has_collectives(graph):
+        return Rewritten(graph, 0)
     matches, own = 0, own_values(graph)
-    for node in roots(graph) if has_collectives(graph) else ():
+    for node in roots(graph):
         one = sum_and_norm_at(node, reduced_norm())
         if one is not None and one[0]["y"] not in own:
             found, args = one
@@ -66,8 +68,8 @@ def own_values(graph: fx.Graph) -> set[fx.Node]:
 
 
 def unmatched(graph: fx.Graph, matches: int) -> tuple[str, ...]:
-    """Why nothing matched, where there are sums over processes."""
-    if matches or not has_collectives(graph):
+    """Why nothing matched, in a graph that has collectives, if sums are among them."""
+    if matches:
         return ()
     ops = torch.ops.fngraph
     sums = [n for n in graph.nodes if n.target is ops.all_reduce.default and n.args[1] == "sum"]

@@ -15,13 +15,13 @@ and norms an n-th of it. Then products go at once with what is behind or before 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_tensor
+from fngraph.fx.nodes import is_tensor, mutates
 from fngraph.passes.norms import roots, sum_and_norm_at
 from fngraph.passes.pattern import dtype_of, insert, is_written_between, replace, writes_any
 from fngraph.passes.ranks.norms import has_collectives, own_values, reduced_norm, unmatched
@@ -49,8 +49,9 @@ def share_out_rows(graph: fx.Graph) -> Rewritten:
             total, normed = sorted(new.users)  # as they stand in the graph
             sums.append(total)
             _put_behind(graph, normed, _OPS.gather_rows.default, (normed, *who), normed.users)
+    writers = [node for node in graph.nodes if mutates(node)]
     for total in sums:
-        _make_whole(graph, total)
+        _make_whole(graph, total, writers)
     before = _OPS.all_reduce_rms_norm.default
     if not sums and any(node.target is before for node in graph.nodes):
         return Rewritten(graph, 0, ("'all_reduce_rms_norm' has its places: pass this before it",))
@@ -74,11 +75,15 @@ def _put_behind(
         user.replace_input_with(x, new)
 
 
-def _make_whole(graph: fx.Graph, total: fx.Node) -> None:
-    """Give all rows of a total to those that need them; where they choose some, these alone."""
+def _make_whole(graph: fx.Graph, total: fx.Node, writers: Sequence[fx.Node]) -> None:
+    """Give all rows of a total to those that need them; where they choose some, these alone.
+
+    Args:
+        writers: what writes memory, in the graph.
+    """
     scatter: Any = total.args[0]
     memory = {storage_key(total.meta["val"])}
-    written = any(writes_any(node, memory) for node in graph.nodes if node > total)  # by a view too
+    written = any(node > total and writes_any(node, memory) for node in writers)  # by a view too
     others = [user for user in total.users if written or not _adds_own_rows(user, total)]
     choose = [user for user in others if _chooses_rows(user, total)]
     whole = {total: others} if len(choose) < len(others) else {x: list(x.users) for x in choose}

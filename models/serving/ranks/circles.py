@@ -124,8 +124,9 @@ def make_ranks(
     expect(fg.Mesh, "the whole mesh, fg.make_mesh(dp=2, tp=2)", error, mesh=mesh)
     expect((tuple, list), 'names of axes, ("dp",)', error, apart=apart)
     expect(bool, "True or False", error, meet=meet, ahead=ahead)
-    if type(timeout) in (int, float) and math.isfinite(timeout):  # type: ignore[arg-type]
-        timeout = timedelta(seconds=timeout)  # type: ignore[arg-type]
+    is_flag = isinstance(timeout, bool)  # which is an int
+    if isinstance(timeout, int | float) and not is_flag and math.isfinite(timeout):
+        timeout = timedelta(seconds=timeout)
     expect(timedelta, "seconds, or datetime.timedelta(minutes=30)", error, timeout=timeout)
     assert isinstance(timeout, timedelta)
     if timeout <= timedelta():

@@ -15,10 +15,11 @@ from fngraph.torch_facts import symmetric
 VARIABLE = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 CUDA = torch.device("cuda", 3)
 SIZE = 16
+PROCESSES = 3
 
 
 class Torch:
-    """Stands for torch's memory of three processes, and its ops; this one is the second.
+    """Stands for torch's memory of so many processes, and its ops; this one is the second.
 
     Attributes:
         further: bytes from where an allocation begins to its tensor.
@@ -59,12 +60,16 @@ class Torch:
         self.buffer_ptrs = [1000, own.data_ptr() - self.further, 5000]
         return self
 
-    def fused_matmul_reduce_scatter(
-        self, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
-    ) -> Tensor:
-        self._called("matmul_reduce_scatter")
-        assert (reduce_op, scatter_dim, group_name) == ("sum", 0, "tp")
-        return A @ B
+    def _pipelined_produce_and_all2all(
+        self, chunk_producer: Callable[[int, Tensor], None], output: Tensor, group_name: str
+    ) -> None:
+        """Peers have twice and three times as much as this process."""
+        self._called("matmul_all_to_all")
+        assert group_name == "tp"
+        made = [torch.empty_like(one) for one in output.chunk(PROCESSES)]
+        for rank, one in enumerate(made):
+            chunk_producer(rank, one)
+        output.copy_(torch.cat([made[self.rank] * (1 + r) for r in range(PROCESSES)]))
 
     def fused_all_gather_matmul(
         self, A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool
@@ -88,11 +93,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Torch:
     return made
 
 
-X, W = torch.arange(6.0).view(3, 2), torch.arange(8.0).view(2, 4)
+X, W = torch.arange(12.0).view(6, 2), torch.arange(8.0).view(2, 4)
 
 
-def scattered(kept: list[Any]) -> Sequence[Tensor]:
-    return [symmetric.matmul_reduce_scatter(X, W, "tp", kept)]
+def scattered(kept: list[Any]) -> Tensor:
+    return symmetric.matmul_all_to_all(X, W, PROCESSES, "tp", kept)
 
 
 def gathered(kept: list[Any]) -> Sequence[Tensor]:
@@ -101,7 +106,7 @@ def gathered(kept: list[Any]) -> Sequence[Tensor]:
 
 CALLS: dict[str, Callable[[list[Any]], Any]] = {
     "empty": lambda kept: symmetric.share("tp", SIZE, CUDA),
-    "matmul_reduce_scatter": scattered,
+    "matmul_all_to_all": scattered,
     "all_gather_matmul": gathered,
 }
 
@@ -117,8 +122,8 @@ def test_a_block_is_zeros_before_a_peer_may_write(fake: Torch, further: int) -> 
 
 
 def test_products_are_what_torch_gives(fake: Torch) -> None:
-    (one,) = scattered([])
-    assert torch.equal(one, X @ W)
+    own = X[2:4] @ W
+    assert torch.equal(scattered([]), torch.stack([own, own * 2, own * 3]))
     for got, want in zip(gathered([]), (X @ W, X @ (W + 1)), strict=True):
         assert torch.equal(got, want)
 

@@ -6,6 +6,7 @@ The walk is itself checked: what it must find is planted.
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import re
 from collections.abc import Iterator
@@ -271,24 +272,31 @@ def test_memory_that_torch_lets_go_of_for_more_is_kept_for_graphs(monkeypatch: p
     """By all that are captured through it; of another group of the name it is torch's no longer."""
     room: dict[str, torch.Tensor] = {}
 
-    def go_through(x: torch.Tensor, *_: Any, **__: Any) -> Any:
+    def go_through(x: torch.Tensor) -> None:
         if len(x) > len(room.get("tp", ())):
             room["tp"] = torch.zeros(len(x))
+
+    def multiply(x: torch.Tensor, *_: Any, **__: Any) -> Any:
+        go_through(x)
         return x, [x]
 
-    names_of = ("fused_matmul_reduce_scatter", "fused_all_gather_matmul")
     symm_mem = symmetric._symmetric()
-    takes = [str(getattr(torch.ops.symm_mem, name).default._schema) for name in names_of]
-    assert "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name)" in takes[0]
-    assert "(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A" in takes[1]
-    ops = SimpleNamespace(**dict.fromkeys(names_of, go_through))
+    takes = str(torch.ops.symm_mem.fused_all_gather_matmul.default._schema)
+    assert "(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A" in takes
+    by_blocks = inspect.signature(symm_mem._pipelined_produce_and_all2all).parameters
+    assert [*by_blocks][:3] == ["chunk_producer", "output", "group_name"]
+    assert by_blocks["out_chunk_dim"].default == 0
     monkeypatch.setattr(symm_mem, "_group_name_to_workspace_tensor", room)
+    monkeypatch.setattr(
+        symm_mem, "_pipelined_produce_and_all2all", lambda fn, out, group: go_through(out)
+    )
+    ops = SimpleNamespace(fused_all_gather_matmul=multiply)
     monkeypatch.setattr(torch.ops, "symm_mem", ops)
     kept: list[Any] = []
     for rows, captures in ((2, True), (4, False), (6, True), (5, True), (8, False)):
         monkeypatch.setattr(symmetric, "is_capturing", partial(bool, captures))
         x = torch.ones(rows, 1)
-        symmetric.matmul_reduce_scatter(x, x, "tp", kept)
+        symmetric.matmul_all_to_all(x, x, 1, "tp", kept)
         symmetric.all_gather_matmul(x, [x], "tp", kept)
     assert [len(one) for one in kept] == [2, 6]
     symmetric.forget_workspace("tp")

@@ -150,6 +150,20 @@ def _place(product: fx.Node) -> tuple[int, int]:
     return place
 
 
+def runs_of(
+    graph: fx.Graph, products: Sequence[fx.Node], tried: dict[Any, bool]
+) -> list[list[fx.Node]]:
+    """Products of one input, those in one list that can be one; all others are alone in theirs.
+
+    Args:
+        tried: see `why_not_one`.
+    """
+    runs = _runs([node for node in products if given_of(node) is not None])
+    runs = [run for run in runs if len(run) > 1 and why_not_one(graph, run, tried) is None]
+    merged = {node for run in runs for node in run}
+    return [*runs, *([node] for node in products if node not in merged)]
+
+
 def _follow(a: Given, b: Given) -> bool:
     """Whether the weight of `b`, and what goes with it, lie right behind those of `a`."""
     pairs = zip((a.weight, *a.beside), (b.weight, *b.beside), strict=True)

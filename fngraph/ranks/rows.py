@@ -1,8 +1,9 @@
 """Rows shared out over processes: sums and norms of a process's own, and products around them.
 
-Of n processes the r-th has rows r, r + n, r + 2n, ...: whose a row is depends on its place alone,
-not on how many there are, nor on padding behind them. What has a process's own rows alone keeps its
-shape, and is 0 in all others: so the sum over processes is all of it.
+Of n processes the r-th has the r-th block of k = ceil(T / n) rows; the last have fewer, or none.
+Blocks lie as what gathers or sums them wants them, so nothing is put in another order. What has a
+process's own rows alone keeps its shape, and is 0 in all others: so the sum over processes is all
+of it.
 
     total, normed = reduce_scatter_rms_norm(x, y, weight, ...)    # of own rows, each; 0 elsewhere
     h = gather_rows(normed)                                      # whole again
@@ -15,6 +16,7 @@ memory; else one after the other. Shape letters: T rows, n processes, k = ceil(T
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,13 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fngraph.ops.fused import define_fused, plain_add_rms_norm
 from fngraph.ops.opaque import define_op
+from fngraph.ops.side_by_side import whole_of
 from fngraph.ops.symmetric import SymmetricMemory
 from fngraph.ranks.collectives import WHO, refused
 from fngraph.ranks.faults import failing_as, group_of
 from fngraph.ranks.symmetric import shared_of
 from fngraph.torch_facts.names import all_gather_into, reduce_scatter_into
-from fngraph.torch_facts.symmetric import all_gather_matmul, matmul_reduce_scatter
+from fngraph.torch_facts.symmetric import all_gather_matmul, matmul_all_to_all
 
 OVERLAP_FROM = 512
 """Rows from which a product and a collective go at once; not measured."""
@@ -51,8 +55,8 @@ def _sum_and_norm(
     after: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows = x.reshape(-1, x.shape[-1])
-    own = _scattered(rows, axis, group)
-    total, normed = _normed(own, y.reshape(rows.shape), weight, eps, centred, axis, group)
+    sums = _scattered(rows, axis, group)
+    total, normed = _normed(sums, y.reshape(rows.shape), weight, eps, centred, axis, group)
     return total.view(x.shape), normed.view(x.shape)
 
 
@@ -61,71 +65,76 @@ def _product_sum_and_norm(
     group: str, after: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if shared := _overlapping(x, axis, group):
-        by_process = _by_process(x, axis, group).flatten(0, 1)
         with failing_as("matmul_reduce_scatter", axis, group):
-            own = matmul_reduce_scatter(by_process, w.t(), group, shared.kept)
+            parts = matmul_all_to_all(x, w.t(), shared.size, group, shared.kept)
     else:
-        own = _scattered(x @ w.t(), axis, group)
-    return _normed(own, y, weight, eps, centred, axis, group)
+        parts = _scattered(x @ w.t(), axis, group)
+    return _normed(parts, y, weight, eps, centred, axis, group)
 
 
 def _gathered(x: Tensor, axis: str, group: str, after: Any = None) -> Tensor:
     with failing_as("gather_rows", axis, group) as found:
-        size, rank = dist.get_world_size(found), dist.get_rank(found)
         rows = x.reshape(-1, x.shape[-1])
-        own = rows[rank::size]
-        k = -(-len(rows) // size)
+        own, k = _own(rows, found)
         own = pad(own, (0, 0, 0, k - len(own))).contiguous()
-        out = own.new_empty(size * k, own.shape[1])
+        out = own.new_empty(k * dist.get_world_size(found), own.shape[1])
         all_gather_into(out, own, found)
-    return _in_order(out, size, len(rows)).view(x.shape)
+    return out[: len(rows)].view(x.shape)
 
 
 def _gathered_products(
-    x: Tensor, weights: Sequence[Tensor], axis: str, group: str, after: Any = None
-) -> list[Tensor]:
+    x: Tensor, weights: Sequence[Tensor], together: Sequence[int], axis: str, group: str,
+    after: Any = None,
+) -> list[Tensor]:  # fmt: skip
     shared = _overlapping(x, axis, group)
+    runs = _runs(weights, together)
+    turned = [whole_of("weights", run).t() if len(run) > 1 else run[0].t() for run in runs]
     if shared is None:
-        whole = _gathered(x, axis, group)
-        return [whole @ w.t() for w in weights]
-    own = x[shared.rank :: shared.size].contiguous()
-    with failing_as("all_gather_matmul", axis, group):
-        made = all_gather_matmul(own, [w.t() for w in weights], group, shared.kept)
-    return [_in_order(one, shared.size, len(x)) for one in made]
+        gathered = _gathered(x, axis, group)
+        return [gathered @ w for w in turned]
+    with failing_as("all_gather_matmul", axis, group) as found:
+        own = _own(x, found)[0].contiguous()
+        return list(all_gather_matmul(own, turned, group, shared.kept))
 
 
-def _by_process(rows: Tensor, axis: str, group: str) -> Tensor:
-    """(T, E) as (n, k, E), filled up with zeros."""
-    size = dist.get_world_size(group_of(group, axis))
-    rows = pad(rows, (0, 0, 0, -len(rows) % size))
-    return rows.unflatten(0, (-1, size)).transpose(0, 1).contiguous()
+def _runs(weights: Sequence[Tensor], together: Sequence[int]) -> list[Sequence[Tensor]]:
+    ends = list(itertools.accumulate(together))
+    return [weights[end - count : end] for end, count in zip(ends, together)]
 
 
-def _in_order(rows: Tensor, size: int, count: int) -> Tensor:
-    """(n * k, E), each process's behind the other, as (T, E)."""
-    return rows.unflatten(0, (size, -1)).transpose(0, 1).flatten(0, 1)[:count].contiguous()
+def _own(rows: Tensor, found: Any) -> tuple[Tensor, int]:
+    """A process's own rows, and how many it has at most."""
+    k = -(-len(rows) // dist.get_world_size(found))
+    return rows[dist.get_rank(found) * k :][:k], k
 
 
 def _scattered(rows: Tensor, axis: str, group: str) -> Tensor:
-    """(k, E): the sums of a process's own rows."""
-    parts = _by_process(rows, axis, group)
-    out = parts.new_empty(parts.shape[1:])
+    """(1, k, E): the sums of a process's own rows; where it has fewer, zeros behind them."""
     with failing_as("reduce_scatter_rms_norm", axis, group) as found:
-        reduce_scatter_into(out, parts.flatten(0, 1), found)
+        size = dist.get_world_size(found)
+        rows = pad(rows, (0, 0, 0, -len(rows) % size)).contiguous()
+        out = rows.new_empty(1, len(rows) // size, rows.shape[1])
+        reduce_scatter_into(out[0], rows, found)
     return out
 
 
 def _normed(
-    own: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool, axis: str, group: str
+    parts: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool, axis: str, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Own rows of a sum, those of y added, and their norm, each among zeros."""
-    found = group_of(group, axis)
-    size, rank = dist.get_world_size(found), dist.get_rank(found)
-    others = y[rank::size]
-    made = torch.ops.fngraph.add_rms_norm(own[: len(others)], others, weight, eps, centred)
-    total, normed = y.new_zeros(y.shape), y.new_zeros(y.shape)
-    for into, one in zip((total, normed), made):
-        into[rank::size] = one
+    first = dist.get_rank(group_of(group, axis)) * parts.shape[1]
+    return torch.ops.fngraph.own_rows_rms_norm(parts, y, weight, eps, centred, first)  # type: ignore[no-any-return]
+
+
+def plain_own_rows_rms_norm(
+    parts: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool, first: int
+) -> tuple[Tensor, Tensor]:
+    """The sum of `parts`, (n, k, E), and of k rows of `y`, (T, E), from the `first` on, and their
+    norm, `weight` (E,), each among zeros, (T, E). What is past the last row is left out."""
+    others = y[first:][: parts.shape[1]]
+    own = (parts.sum(0) if len(parts) > 1 else parts[0])[: len(others)]
+    behind = len(y) - first - len(others)
+    made = plain_add_rms_norm(own, others, weight, eps, centred)
+    total, normed = (pad(one, (0, 0, first, behind)) if len(one) else torch.zeros_like(y) for one in made)
     return total, normed
 
 
@@ -141,8 +150,15 @@ def _one(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _several(x: Tensor, weights: Sequence[Tensor], *_: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape[0], w.shape[0]) for w in weights]
+def _several(
+    x: Tensor, weights: Sequence[Tensor], together: Sequence[int], *_: Any
+) -> list[Tensor]:
+    runs = _runs(weights, together)
+    return [x.new_empty(x.shape[0], sum(w.shape[0] for w in run)) for run in runs]
+
+
+def _two_of_all(parts: Tensor, y: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return y.new_empty(y.shape), y.new_empty(y.shape)
 
 
 _NORM = "Tensor y, Tensor weight, float eps, bool centred"
@@ -152,7 +168,13 @@ for _name, _schema, _run, _fake in (
     ("matmul_reduce_scatter_rms_norm", f"(Tensor x, Tensor w, {_NORM}, {WHO}) -> (Tensor, Tensor)",
      _product_sum_and_norm, _two_behind),
     ("gather_rows", f"(Tensor x, {WHO}) -> Tensor", _gathered, _one),
-    ("all_gather_matmul", f"(Tensor x, Tensor[] weights, {WHO}) -> Tensor[]", _gathered_products,
-     _several),
+    ("all_gather_matmul", f"(Tensor x, Tensor[] weights, int[] together, {WHO}) -> Tensor[]",
+     _gathered_products, _several),
 ):  # fmt: skip
     define_op(_name, _schema, _run, _fake, refused(_name))
+define_fused(
+    "own_rows_rms_norm",
+    "(Tensor parts, Tensor y, Tensor weight, float eps, bool centred, int first) "
+    "-> (Tensor, Tensor)",
+    plain_own_rows_rms_norm, _two_of_all, module="own_rows",
+)  # fmt: skip

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fngraph.errors import RankError
-from fngraph.ops.symmetric import LARGEST, PROGRAMS, SymmetricMemory, block_bytes
+from fngraph.ops.symmetric import LARGEST, MOST_PROGRAMS, SymmetricMemory, block_bytes
 from fngraph.ranks.faults import failing_as, group_of
 from fngraph.torch_facts.names import gather_objects, is_capturing, timeout_s
 from fngraph.torch_facts.symmetric import ON_ONE_DEVICE, forget_workspace, share
@@ -118,7 +118,7 @@ def _make(axis: str, group: str) -> SymmetricMemory | None:
         return SymmetricMemory(
             own,
             torch.tensor(addresses, dtype=torch.int64, device=own.device),
-            torch.zeros(PROGRAMS, dtype=torch.int64, device=own.device),
+            torch.zeros(MOST_PROGRAMS, dtype=torch.int64, device=own.device),
             rank,
             size,
             int(timeout_s(found)) + 1,

@@ -54,15 +54,23 @@ def share(group: str, size: int, device: torch.device) -> tuple[Tensor, list[int
     return own, [at + further for at in handle.buffer_ptrs], handle
 
 
-def matmul_reduce_scatter(x: Tensor, w: Tensor, group: str, kept: list[Any]) -> Tensor:
-    """This process's of so many equal parts of the rows of the sum of every process's x @ w.
+def matmul_all_to_all(x: Tensor, w: Tensor, size: int, group: str, kept: list[Any]) -> Tensor:
+    """What every process's product has for this one: (n, k, N), in the order of ranks. Of n
+    processes the r-th gets the r-th block of k of the rows of each (n * k, K) @ (K, N).
 
     Args:
+        size: n.
         kept: while a graph is captured, the memory that it goes through is added.
     """
-    with _through_workspace(group, kept) as ops:
-        made: Tensor = ops.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
-    return made
+    blocks = x.chunk(size)
+    made = x.new_empty(len(x), w.shape[1])
+
+    def multiply(rank: int, out: Tensor) -> None:
+        torch.ops.aten.mm.out(blocks[rank], w, out=out)
+
+    with _through_workspace(group, kept) as symmetric:
+        symmetric._pipelined_produce_and_all2all(multiply, made, group)
+    return made.unflatten(0, (size, -1))
 
 
 def all_gather_matmul(
@@ -73,8 +81,8 @@ def all_gather_matmul(
     Args:
         kept: while a graph is captured, the memory that it goes through is added.
     """
-    with _through_workspace(group, kept) as ops:  # what needs multicast is where A is not asked for
-        made: Sequence[Tensor] = ops.fused_all_gather_matmul(
+    with _through_workspace(group, kept):  # what needs multicast is where A is not asked for
+        made: Sequence[Tensor] = torch.ops.symm_mem.fused_all_gather_matmul(
             x, list(weights), 0, group, return_A=True
         )[1]
     return made
@@ -82,11 +90,11 @@ def all_gather_matmul(
 
 @contextlib.contextmanager
 def _through_workspace(group: str, kept: list[Any]) -> Iterator[Any]:
-    """Torch's ops. They go through memory that torch has for a group, and lets go of where a later
+    """Torch's module. It goes through memory that it has for a group, and lets go of where a later
     call wants more; a graph has its address. So what is captured through is added to `kept`."""
     symmetric = _symmetric()
     with _without_multicast():
-        yield torch.ops.symm_mem
+        yield symmetric
     now = symmetric._group_name_to_workspace_tensor.get(group)
     if is_capturing() and now is not None and all(now is not one for one in kept):
         kept.append(now)

@@ -17,7 +17,7 @@ from fngraph.ops.triton import launching
 
 def kernels(dtype: torch.dtype) -> list[str]:
     """What each case launches, compiled; their names."""
-    from fngraph.ops.triton import fused, highest
+    from fngraph.ops.triton import fused, highest, own_rows
     from fngraph.ops.triton.products import skinny, wide
 
     names = []
@@ -36,6 +36,9 @@ def kernels(dtype: torch.dtype) -> list[str]:
     fused.add_rms_norm(x, x, x[0], 1e-5, False)
     fused.add_rms_norm_fp8_rows(x, x, x[0], 1e-5, False)
     fused.silu_mul_fp8_rows(*torch.zeros(2, 16, 28672, dtype=dtype))  # as in a 70B
+    own_rows.launch = launch  # type: ignore[attr-defined]
+    for parts in (1, 8):
+        own_rows.own_rows_rms_norm(x[None].expand(parts, -1, -1), x, x[0], 1e-5, parts > 1, 0)
     many = torch.zeros(4096, 3, 16, 72, dtype=dtype).unbind(1)[0]
     for kind, width in ((dtype, 36), (torch.float32, 72)):
         fused.rope(many, *torch.zeros(2, 4096, 1, width, dtype=kind))
@@ -65,7 +68,7 @@ def kernels(dtype: torch.dtype) -> list[str]:
 def test_every_kernel_compiles_and_fits(tmp_path):
     norms, gates, ropes = ["norm_kernel"] * 5, ["silu_mul_kernel"] * 3, ["rope_kernel"] * 6
     rounded = [*norms * 2, *gates * 2, *norms[:2], *gates[:2]]
-    wide = [*norms[:2], "silu_mul_kernel", *["rope_pairs_kernel"] * 2]
+    wide = [*norms[:2], "silu_mul_kernel", *["own_rows_kernel"] * 2, *["rope_pairs_kernel"] * 2]
     want = [*norms, *gates, *ropes, *rounded, *wide, "part_kernel", "best_kernel"]
     lines = run_alone(__file__, tmp_path).splitlines()
     assert len(lines) == 3

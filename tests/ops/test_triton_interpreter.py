@@ -23,7 +23,7 @@ FILES: dict[str, tuple[Any, ...]] = {
                       "test_triton_recurrent.py", "test_triton_fused.py", "test_triton_fp8.py",
                       "test_triton_skinny.py", "test_triton_skinny_fp8.py",
                       "test_triton_wide.py", "test_triton_grouped.py", "test_triton_reducing.py",
-                      "test_triton_row_max.py"),
+                      "test_triton_row_max.py", "test_triton_own_rows.py"),
     "over processes": (7, "test_triton_reducing.py"),
     "attention": (85, "test_triton_first_use.py", "test_triton_attention.py",
                   "test_triton_levels.py", "test_triton_splits.py",
@@ -31,10 +31,11 @@ FILES: dict[str, tuple[Any, ...]] = {
     "latent": (50, "test_triton_latent.py", "test_triton_latent_levels.py"),
     "recurrent": (98, "test_triton_recurrent.py", "test_triton_recurrent_levels.py",
                   "test_empty.py"),
-    "fused, of few rows, and staging": (370, "test_triton_fused.py", "test_triton_fp8.py",
+    "fused, of few rows, and staging": (460, "test_triton_fused.py", "test_triton_fp8.py",
                                         "test_triton_skinny.py", "test_triton_skinny_fp8.py",
                                         "test_triton_varlen.py", "test_triton_wide.py",
                                         "test_triton_grouped.py", "test_triton_row_max.py",
+                                        "test_triton_own_rows.py",
                                         "../graphs/test_staging.py"),
 }  # fmt: skip  # how many tests there are at least, and pytest's arguments
 

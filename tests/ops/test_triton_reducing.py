@@ -20,6 +20,7 @@ from fngraph.ops.fused import plain_add_rms_norm
 from fngraph.ops.symmetric import (
     APART,
     LARGEST,
+    MOST_PROGRAMS,
     ONE_SHOT,
     PROGRAMS,
     ROW_BYTES,
@@ -27,6 +28,7 @@ from fngraph.ops.symmetric import (
     WORDS_BYTES,
     SymmetricMemory,
     block_bytes,
+    programs_for,
     signals_bytes,
     slot_bytes,
     way_of,
@@ -56,7 +58,7 @@ def shared_by(size: int) -> list[SymmetricMemory]:
     for block in blocks:
         block.share_memory_()
     addresses = torch.tensor([block.data_ptr() for block in blocks])
-    turns = [torch.zeros(PROGRAMS, dtype=torch.int64) for _ in blocks]
+    turns = [torch.zeros(MOST_PROGRAMS, dtype=torch.int64) for _ in blocks]
     return [
         SymmetricMemory(block, addresses, turns[rank], rank, size, 10, blocks)
         for rank, block in enumerate(blocks)
@@ -143,8 +145,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_it_is_the_plain_form(size: int, way: str):
     """Of rows fewer and more than programs and processes, and of no row; of every dtype."""
-    if size == 2 and way == TWO_SHOT:
-        pytest.skip("two processes have no slots for two shots")
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     calls = [Call(rows, 20, torch.float32, way) for rows in (1, 0, 5, 4 * size + 3)]
     calls += [Call(size, width, kind, way, True) for kind in kinds for width in (24, 33, 1)]
@@ -154,42 +154,45 @@ def test_it_is_the_plain_form(size: int, way: str):
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_longest_rows_lie_beside_each_other(size: int):
     """Those of two programs, and of one shot and two, of half a slot and of all of it."""
-    ways = (ONE_SHOT, TWO_SHOT)[: 1 if size == 2 else 2]
     widths = (8192, 4096, 8192)
-    check(size, [Call(4, width, torch.float32, way) for width in widths for way in ways], 50)
+    calls = [Call(4, w, torch.float32, way) for w in widths for way in (ONE_SHOT, TWO_SHOT)]
+    check(size, calls, 50)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_slots_take_turns_whatever_comes_after_what(size: int):
     """Many calls of random kinds, in processes that are late now and then."""
     draw = random.Random(size)
-    ways = (ONE_SHOT, TWO_SHOT) if size > 2 else (ONE_SHOT,)
     calls = [
         Call(draw.choice((1, 2, 3, 7, 18)), draw.choice((1, 8, 33)), torch.float32,
-             draw.choice(ways), draw.random() < 0.5)
+             draw.choice((ONE_SHOT, TWO_SHOT)), draw.random() < 0.5)
         for _ in range(40)
     ]  # fmt: skip
     check(size, calls, seed=100)
 
 
 def test_a_block_has_room_for_all_slots():
-    """Signals, then slots of two shots, then words, in all of which nothing overlaps."""
+    """Signals, then slots of two shots, then words, in all of which nothing overlaps; for rows that
+    are shorter there are more slots, until there are programs enough."""
     for size in LARGEST:
-        slots = 2 * PROGRAMS * slot_bytes(size)
+        slots = 2 * PROGRAMS * slot_bytes(ROW_BYTES, size)
         assert words_at(size) == signals_bytes(size) + slots
         words = 2 * PROGRAMS * (size - 1) * WORDS_BYTES
         assert block_bytes(size) == words_at(size) + words
         assert signals_bytes(size) % 16 == words_at(size) % 16 == 0
-        assert slot_bytes(size) == (0 if size == 2 else (size + 1) * ROW_BYTES)
+        assert slot_bytes(ROW_BYTES, size) == (size + 1) * ROW_BYTES
+        assert slot_bytes(1, size) == (size + 1) * 16
+        for row in (1, 8192, 8193, 16384, 20000, ROW_BYTES):
+            assert PROGRAMS <= programs_for(row, size) <= MOST_PROGRAMS
+            assert 2 * programs_for(row, size) * slot_bytes(row, size) <= slots
+        assert [programs_for(row << 10, size) for row in (8, 16, 32)] == [256, 128, 64]
 
 
 def test_which_way_by_size():
-    """Two processes never sum in two shots; a row that has no room goes apart."""
-    assert way_of(1, 8192, 2) == ONE_SHOT
-    assert {way_of(rows, 8192, 2) for rows in (512, 513)} == {
-        ONE_SHOT,
-        APART,
-    }
+    """A row that has no room goes apart."""
+    assert [way_of(rows, 8192, 2) for rows in (1, 256, 257, 8192, 8193)] == [
+        ONE_SHOT, ONE_SHOT, TWO_SHOT, TWO_SHOT, APART
+    ]  # fmt: skip
     assert [way_of(rows, 8192, 4) for rows in (32, 33, 512, 513)] == [
         ONE_SHOT, TWO_SHOT, TWO_SHOT, APART
     ]  # fmt: skip

@@ -217,13 +217,13 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def traced(body: Body) -> Any:
+def traced(body: Body, held: dict[str, Tensor]) -> Any:
     def forward(params: Any, state: Any, x: Tensor) -> Any:
         return body(params, state, x), state
 
     fast = fg.graphify(forward, stage="x", modes="FULL", recorder="tape", donate="state",
                        passes=PASSES)  # fmt: skip
-    return fast.trace(params(0), state(0), batch=drawn(99, T, E))
+    return fast.trace(held, state(0), batch=drawn(99, T, E))
 
 
 def summed_as_they_are(graph: fx.Graph) -> tuple[str, ...]:
@@ -235,7 +235,7 @@ def summed_as_they_are(graph: fx.Graph) -> tuple[str, ...]:
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_shared_out_where_they_can_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     body, matches, whole = CASES[name]
-    found = traced(body)
+    found = traced(body, params(0))
     assert tuple(one.matches for one in found.passes) == matches
     assert summed_as_they_are(found.graph.gm.graph) == whole
     world, x = make_world(monkeypatch, TP.size), drawn(99, T, E)
@@ -246,3 +246,29 @@ def test_rows_are_shared_out_where_they_can_be(name: str, monkeypatch: pytest.Mo
 
     for got, want in zip(world.run(run), wanted, strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_weights_side_by_side_go_at_once(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one product; others of the same rows as products of their own, in any order."""
+
+    def body(p: Any, s: Any, x: Tensor) -> Any:
+        n = norm(p, added(x.sin(), x))
+        made = {name: linear(n, p[name]) for name in (order[0], "w", order[1])}
+        return made["a"].sin() + made["b"], made["w"]
+
+    laid = [fg.ops.lay_side_by_side(params(rank), [("a", "b")]) for rank in range(TP.size)]
+    found = traced(body, laid[0])
+    assert tuple(one.matches for one in found.passes) == (1, 0, 1)
+    op = torch.ops.fngraph.all_gather_matmul.default
+    (node,) = (node for node in found.graph.gm.graph.nodes if node.target is op)
+    assert node.args[2] == [2, 1]
+    world, x = make_world(monkeypatch, TP.size), drawn(99, T, E)
+    wanted = world.run(lambda rank: flatten(body(laid[rank], None, x))[0])
+
+    def run(rank: int) -> Any:
+        return fx.Interpreter(found.graph.gm).run(*flatten((laid[rank], state(rank), x))[0])
+
+    for got, want in zip(world.run(run), wanted, strict=True):
+        for one, other in zip(got[: len(want)], want, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

@@ -27,6 +27,10 @@ T = TypeVar("T")
 class _OnCuda(Tensor):
     is_cuda = True
 
+    def new_empty(self, *shape: Any) -> Tensor:  # type: ignore[override]
+        """In host memory, and says so."""
+        return self.as_subclass(Tensor).new_empty(*shape)
+
 
 def as_on_cuda(x: Tensor) -> Tensor:
     return x.as_subclass(_OnCuda)
@@ -92,13 +96,17 @@ class World:
         assert group == GROUP
         out.copy_(torch.cat(self.each(x)))
 
-    def fused_matmul_reduce_scatter(
-        self, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
-    ) -> Tensor:
-        assert (reduce_op, scatter_dim, group_name) == ("sum", 0, GROUP)
-        assert len(A) % self.size == 0
-        self.fused.append("matmul_reduce_scatter")
-        return self.summed((A @ B).as_subclass(Tensor)).chunk(self.size)[self.rank]
+    def produce_and_all2all(
+        self, chunk_producer: Callable[[int, Tensor], None], output: Tensor, group_name: str
+    ) -> None:
+        assert group_name == GROUP and len(output) % self.size == 0
+        self.fused.append("matmul_all_to_all")
+        made = output.chunk(self.size)
+        for rank in reversed(range(self.size)):  # torch begins with another's, too
+            chunk_producer(rank, made[rank])
+        told = self.each([x.clone() for x in made])
+        for x, theirs in zip(made, told, strict=True):
+            x.copy_(theirs[self.rank])
 
     def fused_all_gather_matmul(
         self, A: Tensor, Bs: Sequence[Tensor], gather_dim: int, group_name: str, *, return_A: bool
@@ -112,7 +120,8 @@ class World:
 def make_world(monkeypatch: pytest.MonkeyPatch, size: int) -> World:
     """In which the library's own code runs, until the end of a test."""
     world = World(size)
-    facts._symmetric()  # defines torch's ops, before they are others
+    torchs = facts._symmetric()  # defines torch's ops, before they are others
+    monkeypatch.setattr(torchs, "_pipelined_produce_and_all2all", world.produce_and_all2all)
     monkeypatch.setattr(faults, "resolve_group", lambda name: name)
     monkeypatch.setattr(dist, "get_world_size", lambda group: world.size)
     monkeypatch.setattr(dist, "get_rank", lambda group=GROUP: world.rank)

@@ -7,6 +7,7 @@ back, or what it raised, or the signal that ended it.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import datetime
 import gc
@@ -83,10 +84,21 @@ def over_gpus(ranks: int) -> dict[str, str]:
         return {}
     if not gpus or ranks % gpus:
         pytest.skip(f"{ranks} processes do not share {gpus} GPUs evenly")
-    if (there := torch.cuda.nccl.version()) < (2, 30):
+    if (there := _nccl_version()) < (2, 30):
         pytest.skip(f"{ranks} processes share {gpus} GPUs by NCCL 2.30 and later, not by {there}")
     shared = ("NCCL_MULTI_RANK_GPU_ENABLE", ON_ONE_DEVICE)
     return {"LOCAL_WORLD_SIZE": str(gpus), **dict.fromkeys(shared, "1")}
+
+
+def _nccl_version() -> tuple[int, ...]:
+    """Of the library that is loaded; torch itself tells with which it was built."""
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError:  # it is a part of torch
+        return torch.cuda.nccl.version()  # type: ignore[no-any-return]
+    found = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(found))
+    return found.value // 10000, found.value // 100 % 100, found.value % 100
 
 
 def in_turn(

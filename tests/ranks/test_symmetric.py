@@ -12,7 +12,7 @@ import torch
 from simulated import GROUP, World, make_world
 
 from fngraph.errors import RankError
-from fngraph.ops.symmetric import PROGRAMS, SymmetricMemory, block_bytes
+from fngraph.ops.symmetric import MOST_PROGRAMS, SymmetricMemory, block_bytes
 from fngraph.ranks import symmetric
 from fngraph.torch_facts.symmetric import ON_ONE_DEVICE
 
@@ -82,7 +82,7 @@ def test_it_is_the_block_of_each_and_lives_with_it(
         assert one.own is made.blocks[rank]
         assert one.addresses.tolist() == [100 * rank + r for r in range(size)]
         assert one.addresses.dtype == one.turns.dtype == torch.int64
-        assert one.turns.tolist() == [0] * PROGRAMS
+        assert one.turns.tolist() == [0] * MOST_PROGRAMS
         assert (one.rank, one.size) == (rank, size)
         assert one.kept == [made.handles[rank]]
         assert TIMEOUT_S <= one.wait_s <= TIMEOUT_S + 1, "as long as other collectives wait"

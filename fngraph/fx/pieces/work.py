@@ -220,6 +220,8 @@ _PRODUCTS: dict[str, Callable[[dict[str, Any]], tuple[Product, ...]]] = {
     "aten::linear": lambda a: _linear(a["input"], [a["weight"]]),
     "fngraph::fused_linear": lambda a: _linear(a["x"], a["weights"]),
     "fngraph::linear_side_by_side": lambda a: _linear(a["x"], a["weights"]),
+    "fngraph::all_gather_matmul": lambda a: _linear(a["x"], a["weights"]),
+    "fngraph::matmul_reduce_scatter_rms_norm": lambda a: _linear(a["x"], [a["w"]]),
     "fngraph::paired_linears": lambda a: (
         *_linear(a["x"], [a["weight"]]),
         *_linear(a["more"], a["weights"]),

@@ -32,6 +32,7 @@ from fngraph.ops.symmetric import (
     SIGNAL_BYTES,
     WORDS_BYTES,
     SymmetricMemory,
+    programs_for,
     signals_bytes,
     slot_bytes,
     words_at,
@@ -356,7 +357,8 @@ def two_shot_kernel(
                 PER, CENTRED,
             )  # fmt: skip
         turn += 1
-    tl.store(turns + program, turn)
+    meet(addresses, program, 2 * turn + 1, until, RANK, WORLD, SIGNAL)  # all have read
+    tl.store(turns + program, turn + 1)
 
 
 def warps_of(words: int) -> int:
@@ -378,19 +380,21 @@ def all_reduce_rms_norm(
     rows, others = as_rows(x), as_rows(y)
     (T, E), one_shot = rows.shape, way == ONE_SHOT
     total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+    row_bytes = E * x.element_size()
     units = T if one_shot else -(-T // shared.size)
+    most = PROGRAMS if one_shot else programs_for(row_bytes, shared.size)
     per, block = 4 // x.element_size(), power_of_two(E, at_least=4)  # two words at least
     warps = warps_of(block // per)
     constants: dict[str, Any] = {
         "WORDS": words_at(shared.size), "ROOM": WORDS_BYTES,
         "HELD": max(1, block // per // (32 * warps)),
     } if one_shot else {
-        "SLOTS": signals_bytes(shared.size), "SLOT": slot_bytes(shared.size),
-        "SIGNAL": SIGNAL_BYTES, "ROW": -(-E * x.element_size() // 16) * 16,
+        "SLOTS": signals_bytes(shared.size), "SLOT": slot_bytes(row_bytes, shared.size),
+        "SIGNAL": SIGNAL_BYTES, "ROW": -(-row_bytes // 16) * 16,
     }  # fmt: skip
     launch(
         one_shot_kernel if one_shot else two_shot_kernel,
-        (min(units, PROGRAMS),),
+        (min(units, most),),
         (rows, others, weight.contiguous(), shared.addresses),
         (total, out, shared.turns),
         (rows.stride(0), others.stride(0), eps, T, shared.wait_s),
@@ -398,7 +402,7 @@ def all_reduce_rms_norm(
         num_warps=warps,
         RANK=shared.rank,
         WORLD=shared.size,
-        MANY=PROGRAMS,
+        MANY=most,
         E=E,
         BLOCK=block,
         PER=per,

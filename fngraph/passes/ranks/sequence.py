@@ -26,6 +26,7 @@ from fngraph.passes.norms import roots, sum_and_norm_at
 from fngraph.passes.pattern import dtype_of, insert, is_written_between, replace, writes_any
 from fngraph.passes.ranks.norms import has_collectives, own_values, reduced_norm, unmatched
 from fngraph.passes.running.checks import Rewritten
+from fngraph.passes.side_by_side import put_for, runs_of
 from fngraph.torch_facts.memory import storage_key
 
 aten = torch.ops.aten
@@ -129,8 +130,8 @@ def matmul_and_scatter(graph: fx.Graph) -> Rewritten:
 
 
 def gather_and_matmul(graph: fx.Graph) -> Rewritten:
-    """Products of what was gathered, if nothing else reads it."""
-    matches = 0
+    """Products of what was gathered, if nothing else reads it; one for weights side by side."""
+    matches, tried = 0, dict[Any, bool]()
     for node in list(graph.nodes) if has_collectives(graph) else ():
         if node.target is not _OPS.gather_rows.default:
             continue
@@ -142,16 +143,16 @@ def gather_and_matmul(graph: fx.Graph) -> Rewritten:
             (node, *products)
         ):
             continue
-        x, *who = node.args
-        new = insert(graph, products[0], _OPS.all_gather_matmul.default, (x, weights, *who))
-        new.meta["val"] = [one.meta["val"] for one in products]
-        for i, one in enumerate(products):
-            with graph.inserting_before(products[0]):
-                made = graph.call_function(operator.getitem, (new, i))
-            made.meta = dict(one.meta)
-            one.replace_all_uses_with(made)
-        for one in reversed((node, *products)):
-            graph.erase_node(one)
+        (x, *who), first = node.args, products[0]
+        runs = runs_of(graph, products, tried)
+        weights = [_weight(one) for run in runs for one in run]
+        args = (x, weights, [len(run) for run in runs], *who)
+        new = insert(graph, first, _OPS.all_gather_matmul.default, args)
+        new.meta["val"] = [one[0].meta["val"] for one in runs]
+        made = [insert(graph, first, operator.getitem, (new, i)) for i in range(len(runs))]
+        for one, run in zip(made, runs):
+            put_for(graph, one, run)
+        graph.erase_node(node)
         matches += 1
     return Rewritten(graph, matches, _notes(graph, matches))
 

@@ -117,7 +117,9 @@ def _mesh(shares_device: bool, size: int) -> fg.Mesh:
     return fg.make_mesh("cuda", timeout=60, tp=size)
 
 
-SHAPES = ((1, 4096), (3, 80), (64, 4096), (300, 1024), (7, 8192), (5, 512), (2, 33))
+SHAPES = (
+    (1, 4096), (3, 80), (64, 4096), (300, 1024), (7, 8192), (1200, 4096), (5, 512), (2, 33),
+)  # fmt: skip
 
 
 def on_devices(rank: int, size: int, shares_device: bool) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def on_devices(rank: int, size: int, shares_device: bool) -> dict[str, Any]:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for rows, width in SHAPES:
             calls, normed = calls + 1, []
-            for way in (ONE_SHOT, TWO_SHOT)[: 1 if size == 2 else 2]:
+            for way in (ONE_SHOT, TWO_SHOT):
                 draws = [torch.Generator().manual_seed(1000 * calls + r) for r in range(size + 1)]
                 *xs, y = (torch.randn(rows, width, generator=g).to(dtype).cuda() for g in draws)
                 weight = y[0] + 1

@@ -36,7 +36,8 @@ from fngraph.torch_facts.names import all_gather_into, reduce_scatter_into
 from fngraph.torch_facts.symmetric import all_gather_matmul, matmul_all_to_all
 
 OVERLAP_FROM = 512
-"""Rows from which a product and a collective go at once; not measured."""
+"""Rows from which a product and a collective go at once. Over two GPUs it paid nowhere before rows
+were blocks (`docs/ranks.md`); since then it has not been measured."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -131,11 +132,12 @@ def plain_own_rows_rms_norm(
     """The sum of `parts`, (n, k, E), and of k rows of `y`, (T, E), from the `first` on, and their
     norm, `weight` (E,), each among zeros, (T, E). What is past the last row is left out."""
     others = y[first:][: parts.shape[1]]
+    if not len(others):
+        return torch.zeros_like(y), torch.zeros_like(y)
     own = (parts.sum(0) if len(parts) > 1 else parts[0])[: len(others)]
-    behind = len(y) - first - len(others)
-    made = plain_add_rms_norm(own, others, weight, eps, centred)
-    total, normed = (pad(one, (0, 0, first, behind)) if len(one) else torch.zeros_like(y) for one in made)
-    return total, normed
+    total, normed = plain_add_rms_norm(own, others, weight, eps, centred)
+    around = (0, 0, first, len(y) - first - len(others))
+    return pad(total, around), pad(normed, around)
 
 
 def _two(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,5 @@
-"""Sums of a process's own rows, the addition and the RMSNorm behind them, in one kernel: a program a
-row, of its own and of all others, which are zeros."""
+"""Sums of a process's own rows, the addition and the RMSNorm behind them, in one kernel: a program
+a row, of its own and of all others, which are zeros."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ signals, one of each process, two slots for rows, and two for each peer's words,
 A program meets the programs of its number in the other processes, and nobody else, so what it
 writes is read by those alone, wherever in a batch it works. It writes a slot, its own or one of
 each peer, hears of theirs, and reads. It comes back to a slot two turns later: by then all have
-heard of it once more, and so have read what was there.
+heard of it once more, and so have read what was there. In two shots slots are as long as rows: all
+meet once more at the end, as the next call may lay other slots over these.
 
 Everything here is made once an axis, before any graph is captured, and stays where it is.
 """

@@ -171,6 +171,23 @@ def test_slots_take_turns_whatever_comes_after_what(size: int):
     check(size, calls, seed=100)
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_sums_are_read_before_other_rows_come(slow: int, monkeypatch: pytest.MonkeyPatch):
+    """Longer ones, whose slots lie elsewhere: over those from which one process still reads."""
+    from fngraph.ops.triton import reducing
+
+    meet = reducing.meet
+
+    class Late:
+        def __call__(self, *args: Any) -> None:
+            meet(*args)
+            if args[4] == slow:
+                time.sleep(0.02)
+
+    monkeypatch.setattr(reducing, "meet", Late())
+    check(2, [Call(2, width, torch.float32, TWO_SHOT) for width in (8, 8, 8192) * 2], seed=200)
+
+
 def test_a_block_has_room_for_all_slots():
     """Signals, then slots of two shots, then words, in all of which nothing overlaps; for rows that
     are shorter there are more slots, until there are programs enough."""

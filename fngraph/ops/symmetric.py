@@ -82,9 +82,14 @@ def way_of(rows: int, row_bytes: int, size: int) -> str:
     return ONE_SHOT if total <= one else TWO_SHOT if total <= two else APART
 
 
+def place_bytes(row_bytes: int) -> int:
+    """Of a row's place in a slot for two shots: each begins at a multiple of 16 bytes."""
+    return -(-row_bytes // 16) * 16
+
+
 def slot_bytes(row_bytes: int, size: int) -> int:
-    """Of one slot for two shots: a row of each process and a sum, each from 16 bytes on."""
-    return -(-row_bytes // 16) * 16 * (size + 1)
+    """Of one slot for two shots: places of a row of each process and of a sum."""
+    return place_bytes(row_bytes) * (size + 1)
 
 
 def programs_for(row_bytes: int, size: int) -> int:

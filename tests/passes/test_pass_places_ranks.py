@@ -217,12 +217,12 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def traced(body: Body, held: dict[str, Tensor]) -> Any:
+def traced(body: Body, held: dict[str, Tensor], passes: tuple[str, ...] = PASSES) -> Any:
     def forward(params: Any, state: Any, x: Tensor) -> Any:
         return body(params, state, x), state
 
     fast = fg.graphify(forward, stage="x", modes="FULL", recorder="tape", donate="state",
-                       passes=PASSES)  # fmt: skip
+                       passes=passes)  # fmt: skip
     return fast.trace(held, state(0), batch=drawn(99, T, E))
 
 
@@ -272,3 +272,16 @@ def test_weights_side_by_side_go_at_once(order: str, monkeypatch: pytest.MonkeyP
     for got, want in zip(world.run(run), wanted, strict=True):
         for one, other in zip(got[: len(want)], want, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["a product", "two behind", "before and behind"])
+def test_products_are_counted_as_without_passes(name: str) -> None:
+    """What a model of launches goes by."""
+
+    def products(passes: tuple[str, ...]) -> int:
+        low = traced(CASES[name].body, params(0), passes).split().lower()
+        sizes = {"T": T, "R": 1}
+        works = [w for part in low.executable(()).count(sizes, sizes, None) for w in part.works]
+        return sum(w.flops for w in works if w.kind == "product")
+
+    assert products(PASSES) == products(()) > 0

@@ -32,6 +32,7 @@ from fngraph.ops.symmetric import (
     SIGNAL_BYTES,
     WORDS_BYTES,
     SymmetricMemory,
+    place_bytes,
     programs_for,
     signals_bytes,
     slot_bytes,
@@ -390,7 +391,7 @@ def all_reduce_rms_norm(
         "HELD": max(1, block // per // (32 * warps)),
     } if one_shot else {
         "SLOTS": signals_bytes(shared.size), "SLOT": slot_bytes(row_bytes, shared.size),
-        "SIGNAL": SIGNAL_BYTES, "ROW": -(-row_bytes // 16) * 16,
+        "SIGNAL": SIGNAL_BYTES, "ROW": place_bytes(row_bytes),
     }  # fmt: skip
     launch(
         one_shot_kernel if one_shot else two_shot_kernel,
